@@ -1,0 +1,240 @@
+"""DFlash: block diffusion with the verifier's features injected as keys and values (arXiv 2602.06036).
+
+The context never enters the drafter's residual stream. The tapped hidden states are fused once,
+H = RMSNorm(W_c [h_1 ; ... ; h_m]), and every layer projects H with its own k_proj and v_proj into keys and values
+that the block attends to. A block is the anchor token and MASK tokens; all its slots are predicted in one pass.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from speculators.algorithms.anchors import Anchors, Supervision
+from speculators.algorithms.layers import DecoderLayer, DraftState, RMSNorm, RotaryEmbedding, Rotation, initialise
+from speculators.algorithms.objective import Objective, block_loss
+from speculators.algorithms.options import DrafterOptions, common_config, default_mask_token, taps_for
+from speculators.config import SpeculatorConfig
+from speculators.decoding.proposal import DraftSampler, Observation, Proposal
+from speculators.kernels.block_attention import BlockAttentionMask, block_attention, block_attention_mask
+from speculators.registry import VllmServing, register_algorithm
+from speculators.speculator import Speculator, VerifierWeights
+from speculators.training.batch import LossOutput, TrainingBatch
+
+
+class DFlashTraining(Objective):
+    """How DFlash is trained: hard labels, exponentially decaying weights, random anchors.
+
+    Attributes:
+        anchors: blocks drawn in every packed row of every step.
+    """
+
+    cross_entropy: float = Field(1.0, ge=0)
+    anchors: int = Field(128, ge=1)
+
+
+class DFlashConfig(SpeculatorConfig):
+    """config.json of a DFlash drafter.
+
+    Attributes:
+        block_size: slots of a block. Draft tokens: block_size - 1, or block_size when the anchor slot predicts.
+        aux_hidden_state_layer_ids: tapped verifier layers.
+        mask_token_id: id whose embedding fills MASK slots.
+        sample_from_anchor: whether the anchor slot predicts the first draft token (DSpark) or only conditions (DFlash).
+        sliding_window_non_causal: sliding layers attend bidirectionally inside the block; by default they are causal.
+        is_causal: every layer attends causally inside the block; None follows the layer types.
+    """
+
+    block_size: int = Field(8, ge=1)
+    aux_hidden_state_layer_ids: list[int] | None = None
+    mask_token_id: int | None = None
+    sample_from_anchor: bool = False
+    sliding_window_non_causal: bool = False
+    is_causal: bool | None = None
+    training_options: DFlashTraining = Field(default_factory=DFlashTraining)
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """Tokens one block proposes."""
+        return self.block_size if self.sample_from_anchor else self.block_size - 1
+
+    def causal(self, layer: int) -> bool:
+        """Whether a layer's attention inside the block is causal."""
+        if self.is_causal is not None:
+            return self.is_causal
+        return self.layers.window(layer) is not None and not self.sliding_window_non_causal
+
+
+class DFlashOptions(DrafterOptions):
+    """Options of DFlash.
+
+    Attributes:
+        is_causal: causal instead of bidirectional attention inside the block.
+        training: objective and anchors.
+    """
+
+    num_layers: int = Field(5, ge=1)
+    sample_from_anchor: bool = False
+    is_causal: bool | None = None
+    sliding_window_non_causal: bool = False
+    training: DFlashTraining = Field(default_factory=DFlashTraining)
+
+
+@register_algorithm("dflash", serving=VllmServing(method="dflash", architecture="DFlashDraftModel", runners=("V1", "V2")))
+class DFlash(Speculator):
+    """Block diffusion over injected verifier features: all draft tokens in one bidirectional pass."""
+
+    config_class: type[SpeculatorConfig] = DFlashConfig
+    options_class: type[DFlashOptions] = DFlashOptions
+    config: DFlashConfig
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__(config)
+        layers = config.layers
+        features = len(config.tapped_layers) * self.target_hidden_size
+        self.fc = nn.Linear(features, layers.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(layers.hidden_size, eps=layers.rms_norm_eps)
+        self.layers = nn.ModuleList(DecoderLayer(layers, normalise_heads=True) for _ in range(layers.num_hidden_layers))
+        self.norm = RMSNorm(layers.hidden_size, eps=layers.rms_norm_eps)
+        self._rotary = RotaryEmbedding(layers)
+        initialise(self, layers.initializer_range)
+
+    @classmethod
+    def default_config(cls, verifier: VerifierWeights, **options: Any) -> DFlashConfig:
+        """See `Speculator.default_config`; the options are those of `options_class`."""
+        chosen = cls.options_class.parse(cls.method, options)
+        config: DFlashConfig = cls.config_class.parse(cls._config_fields(verifier, chosen), f"{cls.method} options")  # type: ignore[assignment]
+        return config
+
+    @classmethod
+    def _config_fields(cls, verifier: VerifierWeights, options: Any) -> dict[str, Any]:
+        from speculators.registry import get_algorithm
+
+        mask = default_mask_token(verifier) if options.mask_token_id is None else options.mask_token_id
+        return {
+            **common_config(cls.method, get_algorithm(cls.method).serving.architecture, verifier, options, "qwen3"),
+            "aux_hidden_state_layer_ids": taps_for(verifier, options),
+            "block_size": options.num_draft_tokens + (not options.sample_from_anchor),
+            "mask_token_id": mask,
+            "sample_from_anchor": options.sample_from_anchor,
+            "sliding_window_non_causal": options.sliding_window_non_causal,
+            "is_causal": options.is_causal,
+            "training_options": options.training,
+        }
+
+    # -- the network -----------------------------------------------------------------------------------------
+
+    def context_features(self, hidden_states: Tensor) -> Tensor:
+        """Fuse the taps, [..., taps * hidden] -> [..., hidden]: once a token, for all layers."""
+        fused: Tensor = self.hidden_norm(self.fc(hidden_states.to(self.compute_dtype())))
+        return fused
+
+    def block_inputs(self, anchor: Tensor, slots: int) -> Tensor:
+        """Embeddings of the anchor and slots - 1 MASK tokens: [...] int64 -> [..., slots, hidden]."""
+        assert self.config.mask_token_id is not None
+        ids = torch.full((*anchor.shape, slots), self.config.mask_token_id, device=anchor.device)
+        ids[..., 0] = anchor
+        return self.verifier.embed(ids).to(self.compute_dtype())
+
+    def draft_slots(self, hidden: Tensor) -> Tensor:
+        """The slots that predict draft tokens: all, or all but the anchor's. [..., slots, hidden]."""
+        return hidden if self.config.sample_from_anchor else hidden[..., 1:, :]
+
+    def _decoder_layers(self) -> list[DecoderLayer]:
+        return list(self.layers)  # type: ignore[arg-type]
+
+    def _attention_kind(self, layer: int) -> tuple[bool, int | None]:
+        return self.config.causal(layer), self.config.layers.window(layer)
+
+    def training_hidden(self, batch: TrainingBatch, anchors: Anchors) -> Tensor:
+        """Block outputs [R, N, slots, hidden] after the final norm, each block over its own prefix of the row."""
+        slots = self.config.block_size
+        context = self.context_features(batch.hidden_states)
+        context_rotation = self._rotary(batch.position_ids)
+        rotation = self._rotary(anchors.position[..., None] + torch.arange(slots, device=anchors.index.device))
+        x = self.block_inputs(anchors.input_ids(batch), slots)
+        masks: dict[tuple[bool, int | None], BlockAttentionMask] = {}
+        for index, layer in enumerate(self._decoder_layers()):
+            causal, window = kind = self._attention_kind(index)
+            if kind not in masks:  # layers of one kind share one mask
+                masks[kind] = block_attention_mask(
+                    anchors.document_start,
+                    anchors.index,
+                    context_length=context.shape[1],
+                    block_queries=slots,
+                    block_keys=slots,
+                    causal=causal,
+                    dtype=x.dtype,
+                    window=window,
+                )
+            key, value = layer.self_attn.key_value(context, context_rotation)
+            attend = partial(
+                block_attention,
+                context_key=key,
+                context_value=value,
+                context_start=anchors.document_start,
+                context_end=anchors.index,
+                causal=causal,
+                window=window,
+                mask=masks[kind],
+            )
+            x = layer(x, rotation, attend)
+        hidden: Tensor = self.norm(x)
+        return hidden
+
+    def training_loss(self, batch: TrainingBatch) -> LossOutput:
+        """The objective over random anchors of every row; see `Speculator.training_loss`."""
+        anchors = Anchors.sample(batch, self.config.training_options.anchors)
+        return self.loss_at(batch, anchors)
+
+    def loss_at(self, batch: TrainingBatch, anchors: Anchors) -> LossOutput:
+        """The objective over given anchors."""
+        hidden = self.draft_slots(self.training_hidden(batch, anchors))
+        supervision = Supervision.of(batch, anchors, hidden.shape[2])
+        return block_loss(self, self.config.training_options, batch, supervision, hidden)[0]
+
+    # -- decoding --------------------------------------------------------------------------------------------
+
+    def new_state(self, rows: int, max_length: int, device: torch.device, dtype: torch.dtype) -> DraftState:
+        """Preallocated keys and values of every layer's injected context."""
+        return DraftState.allocate(self.config.layers, rows, max_length, device, dtype)
+
+    def observe(self, state: DraftState, observation: Observation) -> None:
+        """Inject the new tokens' features as keys and values of every layer; the input gets no longer."""
+        features = self.context_features(observation.hidden_states)
+        width = features.shape[1]
+        rotation = self._rotary(observation.start[:, None] + torch.arange(width, device=features.device))
+        for index, layer in enumerate(self._decoder_layers()):
+            state.write(index, observation.start, *layer.self_attn.key_value(features, rotation))
+        state.commit(observation)
+
+    def decode_hidden(self, state: DraftState, anchor: Tensor, num_draft_tokens: int) -> Tensor:
+        """Hidden states [rows, K, hidden] of the draft slots, after the final norm."""
+        slots = num_draft_tokens + (not self.config.sample_from_anchor)
+        rotation: Rotation = self._rotary(state.lengths[:, None, None] + torch.arange(slots, device=anchor.device))
+        start, end = torch.zeros_like(state.lengths)[:, None], state.lengths[:, None]
+        x = self.block_inputs(anchor, slots)[:, None]
+        for index, layer in enumerate(self._decoder_layers()):
+            key, value = state.context(index)
+            causal, window = self._attention_kind(index)
+            attend = partial(
+                block_attention,
+                context_key=key,
+                context_value=value,
+                context_start=start,
+                context_end=end,
+                causal=causal,
+                window=window,
+            )
+            x = layer(x, rotation, attend)
+        return self.draft_slots(self.norm(x))[:, 0]
+
+    def propose(self, state: DraftState, anchor: Tensor, sampler: DraftSampler, num_draft_tokens: int) -> Proposal:
+        """Draw every slot independently of the others, all from one pass."""
+        logits = self.draft_logits(self.decode_hidden(state, anchor, num_draft_tokens))
+        sampler.draw_block(self.to_verifier_vocabulary(logits))
+        return sampler.proposal()

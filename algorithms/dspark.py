@@ -1,0 +1,161 @@
+"""DSpark: DFlash whose anchor slot predicts, plus a sequential head and a confidence head (arXiv 2607.05147)."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from speculators.algorithms.anchors import Anchors, Supervision
+from speculators.algorithms.dflash import DFlash, DFlashConfig, DFlashOptions, DFlashTraining
+from speculators.algorithms.heads import ConfidenceHead, MarkovHead, MarkovKind
+from speculators.algorithms.layers import DraftState, initialise
+from speculators.algorithms.objective import block_loss
+from speculators.decoding.proposal import DraftSampler, Proposal
+from speculators.registry import VllmServing, register_algorithm
+from speculators.speculator import VerifierWeights
+from speculators.training.batch import LossOutput, TrainingBatch
+
+
+class DSparkTraining(DFlashTraining):
+    """0.1 CE + 0.9 L1 + 1.0 confidence BCE (arXiv 2607.05147, section 3.3).
+
+    Attributes:
+        confidence: weight of the confidence head's binary cross entropy.
+    """
+
+    cross_entropy: float = Field(0.1, ge=0)
+    l1: float = Field(0.9, ge=0)
+    confidence: float = Field(1.0, ge=0)
+
+
+class DSparkConfig(DFlashConfig):
+    """config.json of a DSpark drafter.
+
+    Attributes:
+        markov_rank: rank of the sequential head; 0 for none.
+        markov_head_type: vanilla, gated or rnn.
+        enable_confidence_head: whether the drafter estimates its own acceptance.
+        confidence_head_with_markov: whether that estimate reads the previous token.
+    """
+
+    block_size: int = Field(7, ge=1)
+    sample_from_anchor: bool = True
+    markov_rank: int = Field(256, ge=0)
+    markov_head_type: MarkovKind = "vanilla"
+    enable_confidence_head: bool = True
+    confidence_head_with_markov: bool = True
+    training_options: DSparkTraining = Field(default_factory=DSparkTraining)
+
+    @model_validator(mode="after")
+    def _check_heads(self) -> Self:
+        if self.enable_confidence_head and self.confidence_head_with_markov and self.markov_rank == 0:
+            raise ValueError("confidence_head_with_markov needs markov_rank of at least 1; set it to false or give the head a rank")
+        return self
+
+
+class DSparkOptions(DFlashOptions):
+    """Options of DSpark."""
+
+    sample_from_anchor: bool = True
+    markov_rank: int = Field(256, ge=0)
+    markov_head_type: MarkovKind = "vanilla"
+    enable_confidence_head: bool = True
+    training: DSparkTraining = Field(default_factory=DSparkTraining)
+
+
+@register_algorithm(
+    "dspark",
+    serving=VllmServing(method="dspark", architecture="DSparkDraftModel", runners=("V2",)),
+)
+class DSpark(DFlash):
+    """DFlash plus a sequential correction head and a confidence head."""
+
+    config_class = DSparkConfig
+    options_class = DSparkOptions
+    config: DSparkConfig
+
+    def __init__(self, config: DSparkConfig) -> None:
+        super().__init__(config)
+        hidden = config.layers.hidden_size
+        self.markov_head: MarkovHead | None = None
+        self.confidence_head: ConfidenceHead | None = None
+        if config.markov_rank:
+            self.markov_head = MarkovHead(config.markov_head_type, config.vocab_size, config.draft_vocab_size, hidden, config.markov_rank)
+            initialise(self.markov_head, config.layers.initializer_range)
+            # Both tables near zero would starve each other's gradient; one of them small starts the bias near zero.
+            torch.nn.init.normal_(self.markov_head.markov_w1.weight, std=1.0)
+        if config.enable_confidence_head:
+            extra = config.markov_rank if config.confidence_head_with_markov else 0
+            self.confidence_head = ConfidenceHead(hidden + extra)
+            initialise(self.confidence_head, config.layers.initializer_range)
+
+    @classmethod
+    def _config_fields(cls, verifier: VerifierWeights, options: Any) -> dict[str, Any]:
+        return {
+            **super()._config_fields(verifier, options),
+            "markov_rank": options.markov_rank,
+            "markov_head_type": options.markov_head_type,
+            "enable_confidence_head": options.enable_confidence_head,
+            "confidence_head_with_markov": options.enable_confidence_head and options.markov_rank > 0,
+        }
+
+    def confidence_logits(self, hidden: Tensor, previous: Tensor) -> Tensor:
+        """Confidence logits [...] of slots [..., hidden] after tokens `previous` [...]."""
+        assert self.confidence_head is not None
+        embedded = None
+        if self.config.confidence_head_with_markov and self.markov_head is not None:
+            embedded = self.markov_head.markov_w1(previous)
+        logits: Tensor = self.confidence_head(hidden, embedded)
+        return logits
+
+    def loss_at(self, batch: TrainingBatch, anchors: Anchors) -> LossOutput:
+        """DFlash's objective with teacher-forced Markov bias, plus the confidence head's binary cross entropy.
+
+        The confidence target is 1 - TV of the slot's own distributions; neither it nor the head's inputs carry
+        gradient, so confidence never trades acceptance for being easy to predict.
+        """
+        options = self.config.training_options
+        hidden = self.draft_slots(self.training_hidden(batch, anchors))
+        supervision = Supervision.of(batch, anchors, hidden.shape[2])
+        factors = bias_head = None
+        if self.markov_head is not None:
+            factors = self.markov_head.factors(supervision.previous, hidden)
+            bias_head = self.markov_head.markov_w2.weight
+        output, terms, weights = block_loss(self, options, batch, supervision, hidden, bias_factors=factors, bias_head=bias_head)
+        if self.confidence_head is None:
+            return output
+        embedded = None
+        if self.config.confidence_head_with_markov and self.markov_head is not None:
+            embedded = self.markov_head.markov_w1(supervision.previous).detach()
+        logits = self.confidence_head(hidden.detach(), embedded).float()
+        target = terms.acceptance.view_as(logits).float()
+        entropy = torch.nn.functional.binary_cross_entropy_with_logits(logits, target, reduction="none")
+        total = weights.sum().clamp_min(1e-6)
+        confidence = (entropy * weights).sum() / total
+        kept = supervision.mask.float()
+        error = ((logits.detach().sigmoid() - target).abs() * kept).sum((0, 1))
+        metrics = {
+            **output.metrics,
+            "confidence_cross_entropy": ((entropy.detach() * weights).sum(), weights.sum()),
+            "confidence_error": (error, kept.sum((0, 1))),
+        }
+        return LossOutput(output.loss + options.confidence * confidence, metrics)
+
+    def propose(self, state: DraftState, anchor: Tensor, sampler: DraftSampler, num_draft_tokens: int) -> Proposal:
+        """One parallel pass, then the sequential head: K cheap steps, each fed the token drawn before it."""
+        hidden = self.decode_hidden(state, anchor, num_draft_tokens)
+        logits = self.draft_logits(hidden)
+        previous, confidence = anchor, []
+        markov_state = None if self.markov_head is None else self.markov_head.initial_state(anchor)
+        for k in range(num_draft_tokens):
+            slot = logits[:, k]
+            if self.confidence_head is not None:
+                confidence.append(self.confidence_logits(hidden[:, k], previous).float().sigmoid())
+            if self.markov_head is not None and markov_state is not None:
+                factors, markov_state = self.markov_head.step(previous, hidden[:, k], markov_state)
+                slot = slot + self.markov_head.bias(factors)
+            previous = sampler.draw(self.to_verifier_vocabulary(slot))
+        return sampler.proposal(torch.stack(confidence, dim=1) if confidence else None)

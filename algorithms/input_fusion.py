@@ -1,0 +1,262 @@
+"""What EAGLE-3 and P-EAGLE share: the verifier's features enter through the drafter's input, not as keys and values.
+
+Slot t pairs the verifier's hidden state of token t with the embedding of token t + 1, at rotary position t
+(EAGLE-3, arXiv 2503.01840). The drafter's first layer reads both halves. Real pairs form an ordinary causal
+stream, "depth 0", whose keys and values are the context of everything drafted deeper.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from speculators.algorithms.anchors import Anchors
+from speculators.algorithms.layers import DecoderLayer, DraftState, RMSNorm, RotaryEmbedding, initialise
+from speculators.algorithms.options import DrafterOptions, common_config, taps_for
+from speculators.config import SpeculatorConfig
+from speculators.decoding.proposal import Observation
+from speculators.errors import ConfigError
+from speculators.kernels.block_attention import BlockAttentionMask, block_attention, block_attention_mask
+from speculators.speculator import Speculator, VerifierWeights
+from speculators.training.batch import TrainingBatch
+
+
+class InputFusionConfig(SpeculatorConfig):
+    """Keys that EAGLE-3 and P-EAGLE share in config.json.
+
+    Attributes:
+        eagle_aux_hidden_state_layer_ids: tapped verifier layers.
+        norm_before_residual: the first layer's residual is the normed hidden half instead of the raw one.
+        norm_before_fc: one RMS norm over the concatenated taps before fc.
+        fc_norm: one RMS norm for each tap before fc; excludes norm_before_fc.
+        norm_output: EAGLE-3 feeds the normed output back into its next pass.
+        embed_requires_grad: the drafter owns and trains its token embedding instead of sharing the verifier's.
+    """
+
+    aux_layer_key = "eagle_aux_hidden_state_layer_ids"
+
+    eagle_aux_hidden_state_layer_ids: list[int] | None = None
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    embed_requires_grad: bool = False
+
+
+class InputFusionOptions(DrafterOptions):
+    """Options of EAGLE-3 and P-EAGLE."""
+
+    norm_before_residual: bool = False
+    norm_before_fc: bool = True
+    fc_norm: bool = False
+    norm_output: bool = False
+
+
+@dataclass
+class InputFusionState:
+    """Draft state: keys and values of the committed pairs, and the pairs observed since the last pass."""
+
+    cache: DraftState
+    pending: Observation | None = None
+
+
+@dataclass(frozen=True)
+class DepthZero:
+    """The depth-0 stream of a packed batch.
+
+    Attributes:
+        hidden: [R, S, hidden], output of the last layer, before the final norm.
+        keys, values: one [R, S, key/value heads, head_dim] tensor a layer: the context of all deeper slots.
+    """
+
+    hidden: Tensor
+    keys: list[Tensor]
+    values: list[Tensor]
+
+
+class InputFusion(Speculator):
+    """Base of the drafters that fuse features at their input."""
+
+    config: InputFusionConfig
+    options_class: type[InputFusionOptions] = InputFusionOptions
+    stored_verifier_tensors = ("embed_tokens.weight", "lm_head.weight")
+
+    def __init__(self, config: InputFusionConfig) -> None:
+        super().__init__(config)
+        if config.fc_norm and config.norm_before_fc:
+            raise ConfigError("fc_norm and norm_before_fc exclude each other: keep one of them")
+        layers, taps, eps = config.layers, len(config.tapped_layers), config.layers.rms_norm_eps
+        features = taps * self.target_hidden_size
+        self.input_norm = RMSNorm(features, eps=eps) if config.norm_before_fc else None
+        self.fc_norm = nn.ModuleList(RMSNorm(self.target_hidden_size, eps=eps) for _ in range(taps)) if config.fc_norm else None
+        self.fc = nn.Linear(features, layers.hidden_size, bias=False)
+        self.layers = nn.ModuleList(
+            DecoderLayer(
+                layers,
+                normalise_heads=layers.model_type == "qwen3",
+                fuses_embedding=index == 0,
+                norm_before_residual=config.norm_before_residual,
+            )
+            for index in range(layers.num_hidden_layers)
+        )
+        self.norm = RMSNorm(layers.hidden_size, eps=eps)
+        self.embed_tokens = nn.Embedding(layers.vocab_size, layers.hidden_size) if config.embed_requires_grad else None
+        self._rotary = RotaryEmbedding(layers)
+        initialise(self, layers.initializer_range)
+
+    @classmethod
+    def default_config(cls, verifier: VerifierWeights, **options: Any) -> SpeculatorConfig:
+        """See `Speculator.default_config`; the options are those of `options_class`."""
+        chosen = cls.options_class.parse(cls.method, options)
+        return cls.config_class.parse(cls._config_fields(verifier, chosen), f"{cls.method} options")
+
+    @classmethod
+    def _config_fields(cls, verifier: VerifierWeights, options: Any) -> dict[str, Any]:
+        from speculators.registry import get_algorithm
+
+        fields = common_config(cls.method, get_algorithm(cls.method).serving.architecture, verifier, options, "llama")
+        taps = taps_for(verifier, options)
+        # vLLM's Llama class takes the width of fc from this nested key.
+        fields["transformer_layer_config"] = fields["transformer_layer_config"].model_copy(update={"num_aux_hidden_states": len(taps)})
+        return {
+            **fields,
+            "eagle_aux_hidden_state_layer_ids": taps,
+            "norm_before_residual": options.norm_before_residual,
+            "norm_before_fc": options.norm_before_fc,
+            "fc_norm": options.fc_norm,
+            "norm_output": options.norm_output,
+        }
+
+    @classmethod
+    def from_verifier(cls, verifier: VerifierWeights, **options: Any) -> Any:
+        """A fresh drafter; one that trains its embedding starts from the verifier's."""
+        speculator = super().from_verifier(verifier, **options)
+        if speculator.embed_tokens is not None:
+            with torch.no_grad():
+                speculator.embed_tokens.weight.copy_(verifier.embedding)
+        return speculator
+
+    # -- the network -----------------------------------------------------------------------------------------
+
+    def fuse(self, hidden_states: Tensor) -> Tensor:
+        """Project the concatenated taps, [..., taps * hidden] -> [..., hidden]."""
+        x = hidden_states.to(self.compute_dtype())
+        if self.input_norm is not None:
+            x = self.input_norm(x)
+        if self.fc_norm is not None:
+            parts = x.chunk(len(self.fc_norm), dim=-1)
+            x = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        fused: Tensor = self.fc(x)
+        return fused
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Token embeddings in the compute dtype: the drafter's own table where it trains one, else the verifier's."""
+        embedded = self.verifier.embed(token_ids) if self.embed_tokens is None else self.embed_tokens(token_ids)
+        return embedded.to(self.compute_dtype())
+
+    def decoder_layers(self) -> list[DecoderLayer]:
+        """The layers, typed."""
+        return list(self.layers)  # type: ignore[arg-type]
+
+    def depth_zero(self, batch: TrainingBatch) -> DepthZero:
+        """Run the real pairs of a packed batch through all layers, causally inside each document.
+
+        The last token of a row has no successor; its slot is computed with a placeholder that nothing looks at.
+        """
+        following = batch.input_ids.roll(-1, dims=1)
+        rotation = self._rotary(batch.position_ids[:, :, None])
+        index = torch.arange(following.shape[1], device=following.device).expand_as(following)
+        start = index - batch.position_ids
+        x, embedding = self.fuse(batch.hidden_states)[:, :, None], self.embed(following)[:, :, None]
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        masks: dict[int | None, BlockAttentionMask] = {}
+        for number, layer in enumerate(self.decoder_layers()):
+            window = self.config.layers.window(number)
+            if window not in masks:
+                # Every token is a block of one slot: it sees its document up to the token before it, and itself.
+                masks[window] = block_attention_mask(
+                    start, index, context_length=index.shape[1], block_queries=1, block_keys=1, causal=True, window=window, dtype=x.dtype
+                )
+
+            def attend(query: Tensor, key: Tensor, value: Tensor, number: int = number, window: int | None = window) -> Tensor:
+                keys.append(key[:, :, 0])
+                values.append(value[:, :, 0])
+                return block_attention(
+                    query, key, value, keys[number], values[number], start, index, causal=True, window=window, mask=masks[window]
+                )
+
+            x = layer(x, rotation, attend, embedding)
+        return DepthZero(x[:, :, 0], keys, values)
+
+    @staticmethod
+    def at_pairs(values: Tensor, anchors: Anchors) -> Tensor:
+        """Values [R, S, size] of the pair that predicts each anchor's first draft token: [R, N, size].
+
+        The pair before the anchor token holds the anchor's embedding.
+        """
+        index = (anchors.index - 1).clamp_min(0)[..., None].expand(-1, -1, values.shape[-1])
+        return values.gather(1, index)
+
+    # -- decoding --------------------------------------------------------------------------------------------
+
+    def new_state(self, rows: int, max_length: int, device: torch.device, dtype: torch.dtype) -> InputFusionState:
+        """Preallocated keys and values of every layer."""
+        return InputFusionState(DraftState.allocate(self.config.layers, rows, max_length, device, dtype))
+
+    def observe(self, state: InputFusionState, observation: Observation) -> None:
+        """Keep the new pairs for the next pass, which runs them and drafts at once."""
+        if state.pending is not None:  # a long prompt arrives in pieces: run the earlier one now
+            self.run_pending(state, 0)
+        state.pending = observation
+
+    def run_pending(self, state: InputFusionState, mask_slots: int) -> Tensor:
+        """One pass over the pending pairs, each row followed by `mask_slots` slots of `masked_inputs`.
+
+        Returns:
+            [rows, 1 + mask_slots, hidden] before the final norm: the last pair's output, then the mask slots'.
+        """
+        observed = state.pending
+        assert observed is not None, "propose needs an observation since the last one"
+        state.pending = None
+        width = observed.token_ids.shape[1] + mask_slots
+        slot = torch.arange(width, device=observed.counts.device)
+        hidden = self.fuse(observed.hidden_states)
+        embedding = self.embed(observed.next_token_ids)
+        if mask_slots:
+            # Mask slots follow each row's own last pair; what lies past them is never looked at.
+            real = (slot < observed.counts[:, None])[..., None]
+            masked_hidden, masked_embedding = self.masked_inputs()
+            hidden = torch.where(real, nn.functional.pad(hidden, (0, 0, 0, mask_slots)), masked_hidden)
+            embedding = torch.where(real, nn.functional.pad(embedding, (0, 0, 0, mask_slots)), masked_embedding)
+        rotation = self._rotary((observed.start[:, None] + slot)[:, None])
+        x = self.run_block(state.cache, hidden, embedding, rotation, observed.start)
+        state.cache.commit(observed)
+        last = (observed.counts - 1).clamp_min(0)[:, None] + slot[: 1 + mask_slots]
+        return x.gather(1, last[..., None].expand(-1, -1, x.shape[-1]))
+
+    def run_block(self, cache: DraftState, hidden: Tensor, embedding: Tensor, rotation: Any, start: Tensor, ahead: int = 0) -> Tensor:
+        """All layers over one causal block a row, [rows, width, hidden], that continues the cache at `start`.
+
+        The block's keys and values are written to the cache; `ahead` slots past the committed length are read.
+        """
+        begin, end = torch.zeros_like(start)[:, None], start[:, None]
+        x = hidden[:, None]
+        for number, layer in enumerate(self.decoder_layers()):
+
+            def attend(query: Tensor, key: Tensor, value: Tensor, number: int = number) -> Tensor:
+                context_key, context_value = cache.context(number, ahead)
+                window = self.config.layers.window(number)
+                out = block_attention(query, key, value, context_key, context_value, begin, end, causal=True, window=window)
+                cache.write(number, start, key[:, 0], value[:, 0])
+                return out
+
+            x = layer(x, rotation, attend, embedding[:, None])
+        return x[:, 0]
+
+    def masked_inputs(self) -> tuple[Tensor, Tensor]:
+        """Hidden and embedding halves of a mask slot, [hidden] each, for drafters that have them."""
+        raise ConfigError(f"{self.method} has no mask slots: it drafts one token a pass")

@@ -1,0 +1,227 @@
+"""Decoder layers that every drafter is built from, their rotary embedding and their preallocated draft state.
+
+One layer serves all algorithms. What differs between them is the attention it is given: a layer computes
+queries, keys and values of its own tokens and hands them to an `attend` function, which knows what context
+they may see (see `speculators.kernels.block_attention`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from speculators.config import LayerConfig
+from speculators.decoding.proposal import Observation
+from speculators.errors import ConfigError
+
+# (query, key, value) of the layer's own tokens -> attention output, all [..., heads, head_dim]
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Cosines and sines of rotary position embedding, [..., 1, head_dim] float32, broadcast over heads."""
+
+    cosine: Tensor
+    sine: Tensor
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Rotate [..., heads, head_dim] (the half-split convention of Llama and Qwen)."""
+        first, second = x.float().chunk(2, dim=-1)
+        rotated = torch.cat([-second, first], dim=-1)
+        return (x.float() * self.cosine + rotated * self.sine).to(x.dtype)
+
+
+class RotaryEmbedding:
+    """Rotary position embedding of a layer config; keeps its frequencies in float32 whatever the module's dtype.
+
+    Raises:
+        ConfigError: the rope type depends on the sequence length (`dynamic`, `longrope`); drafters use one rotation.
+    """
+
+    def __init__(self, config: LayerConfig) -> None:
+        rope = dict(config.rope_parameters)
+        rope.setdefault("rope_type", rope.pop("type", "default"))
+        if rope["rope_type"] in {"dynamic", "longrope"}:
+            raise ConfigError(
+                f"rope_parameters.rope_type = {rope['rope_type']!r} changes with the sequence length;"
+                " drafters take default, linear, llama3 or yarn: set rope_parameters for the drafter"
+            )
+        shape = LlamaConfig(
+            hidden_size=config.hidden_size,
+            num_attention_heads=config.num_attention_heads,
+            head_dim=config.head_dim,
+            max_position_embeddings=config.max_position_embeddings,
+            rope_parameters=rope,
+        )
+        table = LlamaRotaryEmbedding(shape)
+        self._frequencies: dict[torch.device, Tensor] = {torch.device("cpu"): table.inv_freq.detach().float()}
+        self._scaling = float(table.attention_scaling)
+
+    def __call__(self, position_ids: Tensor) -> Rotation:
+        """[...] int64 positions -> the rotation of each."""
+        device = position_ids.device
+        if device not in self._frequencies:
+            self._frequencies[device] = self._frequencies[torch.device("cpu")].to(device)
+        angles = position_ids[..., None].float() * self._frequencies[device]
+        angles = torch.cat([angles, angles], dim=-1)[..., None, :]
+        return Rotation(angles.cos() * self._scaling, angles.sin() * self._scaling)
+
+
+class RMSNorm(nn.RMSNorm):
+    """RMS norm that keeps the dtype of its input: float32 weights must not promote a bfloat16 stream."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., size] -> [..., size]; computed in float32 inside the operation."""
+        return nn.functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
+class Attention(nn.Module):
+    """Projections of one attention sublayer. With `normalise_heads`, Qwen3's RMS norm of each query and key head."""
+
+    def __init__(self, config: LayerConfig, input_size: int, normalise_heads: bool) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        bias = config.attention_bias
+        self.q_proj = nn.Linear(input_size, config.num_attention_heads * config.head_dim, bias=bias)
+        self.k_proj = nn.Linear(input_size, config.num_key_value_heads * config.head_dim, bias=bias)
+        self.v_proj = nn.Linear(input_size, config.num_key_value_heads * config.head_dim, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=bias)
+        self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps) if normalise_heads else None
+        self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps) if normalise_heads else None
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim))
+
+    def query(self, x: Tensor, rotation: Rotation) -> Tensor:
+        """[..., input] -> [..., heads, head_dim], rotated."""
+        query = self._heads(self.q_proj(x))
+        return rotation.apply(query if self.q_norm is None else self.q_norm(query))
+
+    def key_value(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """[..., input] -> keys (rotated) and values, [..., key/value heads, head_dim]."""
+        key = self._heads(self.k_proj(x))
+        return rotation.apply(key if self.k_norm is None else self.k_norm(key)), self._heads(self.v_proj(x))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: down(silu(gate x) * up x)."""
+
+    def __init__(self, config: LayerConfig) -> None:
+        super().__init__()
+        if config.hidden_act not in {"silu", "swish"}:
+            raise ConfigError(f"hidden_act = {config.hidden_act!r}: drafter layers know 'silu' only")
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., hidden] -> [..., hidden]."""
+        down: Tensor = self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return down
+
+
+class DecoderLayer(nn.Module):
+    """A pre-norm decoder layer.
+
+    With `fuses_embedding` it is the first layer of EAGLE-3 and P-EAGLE (EAGLE-3, arXiv 2503.01840): its attention
+    reads [norm(token embedding) ; norm(hidden)], twice the hidden size, and its residual is the hidden half.
+    """
+
+    def __init__(
+        self,
+        config: LayerConfig,
+        *,
+        normalise_heads: bool,
+        fuses_embedding: bool = False,
+        norm_before_residual: bool = False,
+    ) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.norm_before_residual = norm_before_residual
+        self.input_layernorm = RMSNorm(size, eps=eps)
+        self.hidden_norm = RMSNorm(size, eps=eps) if fuses_embedding else None
+        self.self_attn = Attention(config, 2 * size if fuses_embedding else size, normalise_heads)
+        self.post_attention_layernorm = RMSNorm(size, eps=eps)
+        self.mlp = FeedForward(config)
+
+    def forward(self, x: Tensor, rotation: Rotation, attend: Attend, embedding: Tensor | None = None) -> Tensor:
+        """One layer.
+
+        Args:
+            x: [..., hidden].
+            rotation: of the tokens' positions.
+            attend: attention over the tokens' own keys and values and their context.
+            embedding: [..., hidden] token embeddings, for a layer that fuses them.
+        """
+        if self.hidden_norm is None:
+            residual, normed = x, self.input_layernorm(x)
+        else:
+            hidden = self.hidden_norm(x)
+            residual = hidden if self.norm_before_residual else x
+            normed = torch.cat([self.input_layernorm(embedding), hidden], dim=-1)
+        query = self.self_attn.query(normed, rotation)
+        key, value = self.self_attn.key_value(normed, rotation)
+        x = residual + self.self_attn.o_proj(attend(query, key, value).flatten(-2))
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+def initialise(module: nn.Module, std: float) -> None:
+    """Draw every matrix from N(0, std), set biases to 0; norms keep their ones."""
+    for part in module.modules():
+        if isinstance(part, nn.Linear | nn.Embedding):
+            nn.init.normal_(part.weight, std=std)
+            if isinstance(part, nn.Linear) and part.bias is not None:
+                nn.init.zeros_(part.bias)
+
+
+@dataclass
+class DraftState:
+    """Keys and values of committed tokens for every drafter layer: preallocated, rolled back by moving `lengths`.
+
+    Attributes:
+        keys, values: one [rows, slots, key/value heads, head_dim] tensor a layer; slot = position.
+        lengths: [rows] int64, committed positions of each row.
+        longest: a host-side upper bound of `lengths`, so that attention reads no more of the buffers than is used.
+    """
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    lengths: Tensor
+    longest: int = 0
+    _rows: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._rows = torch.arange(self.lengths.shape[0], device=self.lengths.device)[:, None]
+
+    @classmethod
+    def allocate(cls, config: LayerConfig, rows: int, slots: int, device: torch.device, dtype: torch.dtype) -> DraftState:
+        """Empty state for `rows` sequences of at most `slots` positions."""
+        shape = (rows, slots, config.num_key_value_heads, config.head_dim)
+        keys, values = ([torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.num_hidden_layers)] for _ in range(2))
+        return cls(keys, values, torch.zeros(rows, dtype=torch.int64, device=device))
+
+    def write(self, layer: int, start: Tensor, key: Tensor, value: Tensor) -> None:
+        """Write [rows, width, heads, head_dim] at positions start + 0 .. width - 1 of each row.
+
+        What lies past the committed length is overwritten by the next write and never read before.
+        """
+        slots = (start[:, None] + torch.arange(key.shape[1], device=start.device)).clamp_(max=self.keys[layer].shape[1] - 1)
+        self.keys[layer][self._rows, slots] = key.to(self.keys[layer].dtype)
+        self.values[layer][self._rows, slots] = value.to(self.values[layer].dtype)
+
+    def context(self, layer: int, ahead: int = 0) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer up to `ahead` slots past the longest row: [rows, slots, heads, head_dim]."""
+        used = min(max(1, self.longest + ahead), self.keys[layer].shape[1])
+        return self.keys[layer][:, :used], self.values[layer][:, :used]
+
+    def commit(self, observation: Observation) -> None:
+        """Move every row's length to the end of what was observed."""
+        self.lengths = observation.start + observation.counts
+        self.longest = int(self.lengths.max()) if observation.longest is None else observation.longest

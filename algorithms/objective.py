@@ -1,0 +1,169 @@
+"""The training objective all algorithms share: weights by draft position, the distillation loss, metrics."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from speculators.algorithms.anchors import Supervision
+from speculators.config import FormatModel
+from speculators.kernels.distillation_loss import DistillationOutput, distillation_loss, label_log_probability
+from speculators.speculator import Speculator
+from speculators.training.batch import LossOutput, TrainingBatch
+
+
+class Objective(FormatModel):
+    """Loss of a drafter: sum over supervised slots of w_k (ce * CE + l1 * L1 + kl * KL), divided by the sum of w_k.
+
+    CE is against the data token, L1 = sum |p - q| (twice the total variation) and KL = KL(verifier || drafter)
+    against the verifier's distribution at temperature 1.
+
+    Attributes:
+        cross_entropy, l1, kl: the terms' weights.
+        position_weights: "decay" w_k = exp(-(k-1) / decay) (DFlash, arXiv 2602.06036, section 4.2), "dpace" (D-PACE,
+            arXiv 2605.18810: a slot weighs the estimated probability that a block reaches it), or "uniform".
+        decay: lambda of "decay", in draft positions.
+        dpace_alpha: smoothing of "dpace", in [0, 1].
+        depth_weights: explicit w_1 .. w_K; overrides position_weights.
+    """
+
+    cross_entropy: float = Field(0.0, ge=0)
+    l1: float = Field(0.0, ge=0)
+    kl: float = Field(0.0, ge=0)
+    position_weights: Literal["decay", "dpace", "uniform"] = "decay"
+    decay: float = Field(4.0, gt=0)
+    dpace_alpha: float = Field(0.5, ge=0, le=1)
+    depth_weights: list[float] | None = None
+
+
+def decay_weights(count: int, decay: float, device: torch.device | None = None) -> Tensor:
+    """w_k = exp(-(k-1) / decay) for k = 1 .. count, [count] float32."""
+    return torch.exp(-torch.arange(count, dtype=torch.float32, device=device) / decay)
+
+
+def dpace_weights(log_probability: Tensor, mask: Tensor, alpha: float) -> Tensor:
+    """D-PACE weights (arXiv 2605.18810): how much of the expected acceptance depends on each slot.
+
+    With s_k = (1 - alpha) p(label_k) + alpha on supervised slots and 1 elsewhere, and P_k = s_1 ... s_k, slot k weighs
+    the sum of P_j over the supervised j >= k.
+
+    Args:
+        log_probability: [..., K] the drafter's log probability of each label; no gradient flows.
+        mask: [..., K] bool, supervised slots.
+        alpha: smoothing in [0, 1].
+
+    Returns:
+        [..., K] float32, zero on unsupervised slots.
+    """
+    smoothed = torch.where(mask, (1 - alpha) * log_probability.float().exp() + alpha, 1.0)
+    reach = smoothed.cumprod(dim=-1) * mask
+    return reach.flip(-1).cumsum(dim=-1).flip(-1) * mask
+
+
+def block_loss(
+    speculator: Speculator,
+    objective: Objective,
+    batch: TrainingBatch,
+    supervision: Supervision,
+    hidden: Tensor,
+    *,
+    mask: Tensor | None = None,
+    kept_slots: list[int] | None = None,
+    bias_factors: Tensor | None = None,
+    bias_head: Tensor | None = None,
+) -> tuple[LossOutput, DistillationOutput, Tensor]:
+    """The objective on blocks of draft slots.
+
+    Args:
+        speculator: whose verifier gives head and final norm.
+        objective: terms and weights.
+        batch: the packed rows.
+        supervision: labels and teacher rows of [R, N, K] slots.
+        hidden: [R, N, K, hidden], the drafter's output after its final norm.
+        mask: [R, N, K] bool; supervised slots, `supervision.mask` when None.
+        kept_slots: indices into the N * K slots of a row that can be supervised at all; None takes every slot. The
+            others are left out of the computation, not merely weighted with zero.
+        bias_factors: [R, N, K, rank] of a sequential head whose bias on the logits is `bias_factors @ bias_head.T`.
+        bias_head: [draft vocabulary, rank].
+
+    Returns:
+        The loss with metrics by draft position, the raw terms of the slots that took part, and the weights [R, N, K].
+    """
+    verifier = speculator.verifier
+    mask = supervision.mask if mask is None else mask
+    slots = mask.shape[-1]
+    selection = None if kept_slots is None else torch.tensor(kept_slots, device=mask.device)
+
+    def select(values: Tensor) -> Tensor:
+        """[R, N, K, ...] -> [rows, ...], the slots that take part."""
+        return values.flatten(0, 2) if selection is None else values.flatten(1, 2)[:, selection].flatten(0, 1)
+
+    def restore(values: Tensor) -> Tensor:
+        """[rows] -> [R, N, K]; zero in slots that take no part."""
+        if selection is None:
+            return values.view(mask.shape)
+        full = values.new_zeros((mask.shape[0], mask[0].numel()))
+        full[:, selection] = values.view(mask.shape[0], -1)
+        return full.view(mask.shape)
+
+    with torch.no_grad():
+        teacher = verifier.final_norm(select(supervision.teacher_hidden(batch)))
+    labels = select(supervision.labels)
+    factors = None if bias_factors is None else select(bias_factors)
+    draft_rows = speculator.draft_token_ids() if speculator.has_reduced_vocabulary else None
+    head: dict[str, object] = {
+        "bias_factors": factors,
+        "bias_head": bias_head,
+        "logit_scale": verifier.logit_scale,
+        "logit_softcap": verifier.logit_softcap,
+        "head_bias": verifier.head_bias,
+        "draft_rows": draft_rows,
+    }
+    flat = select(hidden)
+    kept = mask.float()
+    denominator = None
+    if objective.depth_weights is not None:
+        weights = kept * torch.tensor(objective.depth_weights[:slots], device=mask.device)
+    elif objective.position_weights == "dpace":
+        log_probability = label_log_probability(flat, verifier.head, labels, **head)  # type: ignore[arg-type]
+        weights = dpace_weights(restore(log_probability), mask, objective.dpace_alpha)
+        denominator = kept.sum()
+    elif objective.position_weights == "decay":
+        weights = kept * decay_weights(slots, objective.decay, mask.device)
+    else:
+        weights = kept
+    denominator = weights.sum() if denominator is None else denominator
+    terms = distillation_loss(
+        flat,
+        verifier.head,
+        teacher,
+        labels,
+        select(weights),
+        cross_entropy=objective.cross_entropy,
+        l1=objective.l1,
+        kl=objective.kl,
+        **head,  # type: ignore[arg-type]
+    )
+    safe = denominator.clamp_min(1e-6)
+    loss = terms.loss / safe
+
+    def by_position(values: Tensor) -> tuple[Tensor, Tensor]:
+        return (restore(values).float() * kept).sum((0, 1)), kept.sum((0, 1))
+
+    metrics = {
+        "loss": (terms.loss.detach(), denominator.detach()),
+        "cross_entropy": by_position(terms.cross_entropy),
+        "l1": by_position(terms.l1),
+        "acceptance": by_position(terms.acceptance),
+        "greedy_acceptance": by_position(terms.matches),
+    }
+    return LossOutput(loss, metrics), terms, weights
+
+
+def expected_acceptance_length(conditional: list[float]) -> float:
+    """tau = 1 + sum over k of the product of the first k conditional acceptances (DSpark, arXiv 2607.05147, section 3)."""
+    return 1.0 + sum(math.prod(conditional[: k + 1]) for k in range(len(conditional)))

@@ -1,0 +1,168 @@
+"""From a verifier and a few named options to a drafter's configuration: what all algorithms have in common."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from speculators.config import LayerConfig, ProposalConfig, ProposalMethod, VerifierReference
+from speculators.errors import ConfigError
+from speculators.speculator import VerifierWeights
+
+
+class DrafterOptions(BaseModel):
+    """Options of every algorithm; each adds its own.
+
+    Attributes:
+        num_draft_tokens: K, tokens proposed a round.
+        num_layers: decoder layers of the drafter.
+        intermediate_size: MLP width; None takes the verifier's.
+        aux_hidden_state_layer_ids: tapped layers, id i = residual stream after i layers; None takes [2, n/2, n-3].
+        mask_token_id: id fed to MASK slots; None picks a token the verifier never learned.
+        draft_vocab_size: tokens the drafter can propose; None takes the whole vocabulary.
+        sliding_window: tokens of context each layer sees; None sees all.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    num_draft_tokens: int = Field(7, ge=1)
+    num_layers: int = Field(1, ge=1)
+    intermediate_size: int | None = Field(None, ge=1)
+    aux_hidden_state_layer_ids: list[int] | None = None
+    mask_token_id: int | None = Field(None, ge=0)
+    draft_vocab_size: int | None = Field(None, ge=1)
+    sliding_window: int | None = Field(None, ge=1)
+
+    @classmethod
+    def parse(cls, method: str, options: dict[str, Any]) -> Self:
+        """Validate options given by name.
+
+        Raises:
+            ConfigError: an option is unknown (the message lists the known ones) or out of range.
+        """
+        try:
+            return cls.model_validate(options)
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(str(part) for part in first["loc"])
+            if first["type"] == "extra_forbidden":
+                raise ConfigError(f"{method} has no option {key!r}; it takes {', '.join(cls.model_fields)}") from None
+            raise ConfigError(f"{method} option {key} = {first['input']!r}: {first['msg']}") from None
+
+
+def default_taps(num_layers: int) -> list[int]:
+    """[2, n/2, n-3] of an n-layer verifier (EAGLE-3, arXiv 2503.01840).
+
+    Raises:
+        ConfigError: the verifier is too shallow for three different taps.
+    """
+    taps = [2, num_layers // 2, num_layers - 3]
+    if taps != sorted(set(taps)):
+        raise ConfigError(
+            f"a verifier of {num_layers} layers is too shallow for the default taps [2, n/2, n-3];"
+            f" name aux_hidden_state_layer_ids yourself, ascending ids from 0 to {num_layers}"
+        )
+    return taps
+
+
+def check_taps(taps: list[int], num_layers: int) -> list[int]:
+    """Taps as given, if they are ascending, unique and within the verifier.
+
+    Raises:
+        ConfigError: naming the offending list and the limit.
+    """
+    if not taps or taps != sorted(set(taps)) or taps[0] < 0 or taps[-1] > num_layers:
+        raise ConfigError(
+            f"aux_hidden_state_layer_ids {taps} must be ascending, unique layer ids between 0 (embeddings) and {num_layers}"
+            f" (before the final norm): the verifier has {num_layers} layers"
+        )
+    return taps
+
+
+def default_mask_token(verifier: VerifierWeights) -> int:
+    """A token the verifier never learned: the highest id whose embedding row is one of the rows that are all equal.
+
+    Rows that training never touched keep one common value in many models. Without such rows, the highest id that
+    is not a stop token.
+    """
+    table = verifier.embedding
+    # Equal rows have equal checksums; two random projections make a collision of different rows implausible.
+    generator = table.new_tensor(range(1, table.shape[1] + 1)).float()
+    checksum = table.float() @ (generator.sin() + generator.mul(0.37).cos())
+    _, inverse, counts = checksum.unique(return_inverse=True, return_counts=True)
+    group = int(counts.argmax())
+    candidates = [int(i) for i in (inverse == group).nonzero().flatten()] if int(counts[group]) > 1 else []
+    for token in [*sorted(candidates, reverse=True), *range(verifier.vocab_size - 1, -1, -1)]:
+        if token not in verifier.stop_token_ids:
+            return token
+    raise ConfigError("every token of this verifier is a stop token; name mask_token_id yourself")
+
+
+def layer_config(verifier: VerifierWeights, options: DrafterOptions, model_type: str) -> LayerConfig:
+    """Decoder layers shaped like the verifier's: same hidden size, heads, norms and rotary embedding.
+
+    Partial rotary factors and quantisation are the verifier's own business: drafters rotate whole heads and keep
+    plain weights. A mixture-of-experts verifier has no MLP width to copy, so three times the hidden size is taken.
+    """
+    source = verifier.config
+    hidden = int(source["hidden_size"])
+    heads = int(source["num_attention_heads"])
+    rope = source.get("rope_parameters") or {}
+    if isinstance(rope.get("full_attention"), dict):
+        rope = rope["full_attention"]
+    rope = {key: value for key, value in rope.items() if key not in {"partial_rotary_factor", "mrope_section", "mrope_interleaved"}}
+    rope.setdefault("rope_type", "default")
+    if "rope_theta" not in rope:
+        theta = source.get("rope_theta")
+        if theta is None:
+            raise ConfigError(f"{verifier.name_or_path!r} names no rope_theta, so its drafter's positions cannot be set up")
+        rope["rope_theta"] = theta
+    experts = any(key in source for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+    width = options.intermediate_size or (3 * hidden if experts else int(source["intermediate_size"]))
+    kinds = None
+    if model_type == "qwen3" or options.sliding_window is not None:
+        kinds = ["sliding_attention" if options.sliding_window else "full_attention"] * options.num_layers
+    return LayerConfig(
+        model_type=model_type,
+        vocab_size=verifier.vocab_size,
+        hidden_size=hidden,
+        intermediate_size=width,
+        num_hidden_layers=options.num_layers,
+        num_attention_heads=heads,
+        num_key_value_heads=int(source.get("num_key_value_heads") or heads),
+        head_dim=int(source.get("head_dim") or hidden // heads),
+        rms_norm_eps=float(source.get("rms_norm_eps") or 1e-6),
+        max_position_embeddings=int(source.get("max_position_embeddings") or 32768),
+        rope_parameters=rope,
+        layer_types=kinds,
+        sliding_window=options.sliding_window,
+        use_sliding_window=options.sliding_window is not None,
+    )
+
+
+def proposal_config(method: str, verifier: VerifierWeights, num_draft_tokens: int) -> ProposalConfig:
+    """`speculators_config` for K draft tokens."""
+    return ProposalConfig(
+        algorithm=method,
+        proposal_methods=[ProposalMethod(speculative_tokens=num_draft_tokens)],
+        verifier=VerifierReference(name_or_path=verifier.name_or_path, architectures=list(verifier.architectures)),
+    )
+
+
+def common_config(method: str, architecture: str, verifier: VerifierWeights, options: DrafterOptions, model_type: str) -> dict[str, Any]:
+    """Keyword arguments every algorithm's config shares, taps excepted."""
+    return {
+        "speculators_model_type": method,
+        "architectures": [architecture],
+        "transformer_layer_config": layer_config(verifier, options, model_type),
+        "speculators_config": proposal_config(method, verifier, options.num_draft_tokens),
+        "draft_vocab_size": options.draft_vocab_size or verifier.vocab_size,
+        "target_hidden_size": verifier.hidden_size,
+    }
+
+
+def taps_for(verifier: VerifierWeights, options: DrafterOptions) -> list[int]:
+    """The options' taps, checked, or the default ones."""
+    taps = options.aux_hidden_state_layer_ids
+    return default_taps(verifier.num_layers) if taps is None else check_taps(taps, verifier.num_layers)

@@ -1,0 +1,5 @@
+"""demo"""
+from __future__ import annotations
+
+def demo() -> None:
+    """Demo."""

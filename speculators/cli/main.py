@@ -1,0 +1,47 @@
+"""`speculators`: assembles the subcommands, and turns the library's errors into one sentence and exit code 2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from speculators.cli import data, demo, evaluate, generate, methods, train
+from speculators.errors import SpeculatorsError
+
+
+class OneSentenceErrors(TyperGroup):
+    """A command group that prints bad input as one sentence instead of a traceback. Other exceptions are bugs and pass."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the chosen subcommand."""
+        try:
+            return super().invoke(ctx)
+        except SpeculatorsError as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(2) from None
+
+
+app = typer.Typer(
+    cls=OneSentenceErrors,
+    help="Parallel drafters for speculative decoding: train, decode losslessly, compare.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("demo")(demo.demo)
+app.command("methods")(methods.methods)
+app.add_typer(data.app, name="data")
+app.command("train")(train.train)
+app.command("generate")(generate.generate)
+app.command("evaluate")(evaluate.evaluate)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

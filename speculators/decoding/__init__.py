@@ -1,0 +1,1 @@
+"""The decode engine: propose, verify, accept, observe."""

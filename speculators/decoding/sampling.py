@@ -1,0 +1,206 @@
+"""From logits to tokens: one probability pipeline for drafts and verification, and the sampler that drafters use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from speculators.decoding.proposal import SAMPLER_KEY, Proposal
+from speculators.decoding.randomness import Purpose, uniform
+from speculators.errors import ConfigError
+
+# Elements of one temporary [rows, vocabulary] tensor: 2^26 float64 are half a GiB.
+MAX_ELEMENTS = 1 << 26
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How a request is sampled and when it ends. Field meanings and order of application are those of transformers.
+
+    Attributes:
+        temperature: divides the logits; 0 is greedy decoding, where only `repetition_penalty` still applies.
+        top_k: keep the k most likely tokens; 0 keeps all.
+        top_p: keep the smallest set of most likely tokens whose probability reaches top_p; 1 keeps all.
+        min_p: drop tokens less likely than min_p times the most likely one; 0 keeps all.
+        repetition_penalty: tokens of the prompt and of the reply so far have positive logits divided and negative ones
+            multiplied by it; 1 is off.
+        seed: equal seeds give equal replies.
+        max_new_tokens: budget of a reply, stop token included.
+        stop_token_ids: tokens that end a reply (kept as its last token); None: those of the verifier.
+        ignore_eos: no token ends a reply, whatever `stop_token_ids` says.
+
+    Raises:
+        ConfigError: a value is outside its range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    max_new_tokens: int = 128
+    stop_token_ids: tuple[int, ...] | None = None
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        rules = (
+            ("temperature", self.temperature >= 0, "at least 0 (0 is greedy)"),
+            ("top_k", self.top_k >= 0, "at least 0 (0 keeps every token)"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1 (1 keeps every token)"),
+            ("min_p", 0 <= self.min_p <= 1, "between 0 and 1 (0 keeps every token)"),
+            ("repetition_penalty", self.repetition_penalty > 0, "above 0 (1 is off)"),
+            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
+        )
+        for name, holds, rule in rules:
+            if not holds:
+                raise ConfigError(f"sampling: {name} = {getattr(self, name)} must be {rule}")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0
+
+
+def penalised(logits: Tensor, params: SamplingParams, seen: Tensor | None) -> Tensor:
+    """float32 logits after the repetition penalty.
+
+    Args:
+        logits: [..., vocabulary], any float dtype.
+        params: the request.
+        seen: [..., vocabulary] bool, tokens of the context of each distribution; None when no penalty applies.
+    """
+    logits = logits.float()
+    if seen is None or params.repetition_penalty == 1.0:
+        return logits
+    penalty = params.repetition_penalty
+    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def probabilities(logits: Tensor, params: SamplingParams, seen: Tensor | None = None) -> Tensor:
+    """The distribution a token is drawn from. Drafts and verifier use this one function: that is what makes the
+    request's parameters mean the same on both sides.
+
+    Order: repetition penalty, temperature, top-k, top-p, min-p.
+
+    Args:
+        logits: [..., vocabulary], any float dtype; -inf for tokens that cannot occur.
+        params: the request, with a temperature above 0.
+        seen: see `penalised`.
+
+    Returns:
+        [..., vocabulary] float32, summing to 1.
+    """
+    logits = penalised(logits, params, seen) / params.temperature
+    if 0 < params.top_k < logits.shape[-1]:
+        kth = logits.topk(params.top_k, dim=-1).values[..., -1:]
+        logits = logits.masked_fill(logits < kth, float("-inf"))
+    if params.top_p < 1:
+        logits = logits.masked_fill(~_nucleus(logits.softmax(-1), params.top_p), float("-inf"))
+    result = logits.softmax(-1)
+    if params.min_p > 0:
+        unlikely = result < params.min_p * result.amax(-1, keepdim=True)
+        result = logits.masked_fill(unlikely, float("-inf")).softmax(-1)
+    return result
+
+
+def _nucleus(distribution: Tensor, top_p: float) -> Tensor:
+    """[..., vocabulary] bool: a token stays if all more likely ones together hold less than `top_p`."""
+    ranked, order = distribution.sort(dim=-1, descending=True, stable=True)
+    mass_before = ranked.double().cumsum(-1) - ranked
+    keep = mass_before < top_p
+    keep[..., 0] = True
+    return torch.empty_like(keep).scatter_(-1, order, keep)
+
+
+def draw(distribution: Tensor, uniforms: Tensor) -> Tensor:
+    """Draw by inverting the cumulative distribution, summed in float64.
+
+    Args:
+        distribution: [..., vocabulary] float32 or float64, not negative; need not sum to exactly 1.
+        uniforms: [...] float64 in [0, 1).
+
+    Returns:
+        [...] int64: the first token whose cumulative probability exceeds the uniform's share of the total, hence never
+        one of probability 0.
+    """
+    flat = distribution.flatten(0, -2)
+    rows_at_once = max(1, MAX_ELEMENTS // flat.shape[-1])
+    drawn = []
+    for part, part_uniforms in zip(flat.split(rows_at_once), uniforms.flatten().split(rows_at_once), strict=True):
+        cumulative = part.double().cumsum(-1)
+        target = part_uniforms[:, None] * cumulative[:, -1:]
+        drawn.append(torch.searchsorted(cumulative, target, right=True)[:, 0])
+    return torch.cat(drawn).view(uniforms.shape)
+
+
+class RoundSampler:
+    """The `DraftSampler` of one round.
+
+    Under sampling each draft's float32 probability tensor is made once, drawn from, and kept for verification.
+    Greedy drafts are argmaxes, and no probabilities are made.
+
+    Args:
+        params: the request.
+        rows: [rows] int64, row of the request, for the random numbers.
+        round_index: scalar int64 tensor, for the random numbers.
+        seen: [rows, vocabulary] bool, tokens of each row's prompt and reply so far, the anchor included; None when no
+            repetition penalty applies. Drafts are added as they are drawn, to a copy.
+    """
+
+    def __init__(self, params: SamplingParams, rows: Tensor, round_index: Tensor, seen: Tensor | None = None) -> None:
+        self._params = params
+        self._rows = rows
+        self._round = round_index
+        self._seen = None if seen is None else seen.clone()
+        self._token_ids: list[Tensor] = []  # each [rows, n]
+        self._probabilities: list[Tensor] = []  # each [rows, n, vocabulary]
+
+    def draw(self, logits: Tensor) -> Tensor:
+        """Draw the next draft token of every row: [rows, vocabulary] -> [rows] int64."""
+        return self._draw(logits[:, None])[:, 0]
+
+    def draw_block(self, logits: Tensor) -> Tensor:
+        """Draw all K draft tokens at once: [rows, K, vocabulary] -> [rows, K] int64.
+
+        With a repetition penalty the slots are drawn one after the other, since a draft penalises those after it.
+        """
+        if self._seen is None:
+            return self._draw(logits)
+        return torch.cat([self._draw(slot) for slot in logits.split(1, dim=1)], dim=1)
+
+    def point_mass(self, token_ids: Tensor, lengths: Tensor | None = None) -> Proposal:
+        """A proposal of deterministic tokens [rows, K]; see `DraftSampler.point_mass`."""
+        lengths = token_ids.new_full((token_ids.shape[0],), token_ids.shape[1]) if lengths is None else lengths
+        return Proposal(token_ids, lengths, None, None, SAMPLER_KEY)
+
+    def proposal(self, confidence: Tensor | None = None) -> Proposal:
+        """Everything drawn so far; see `DraftSampler.proposal`.
+
+        Raises:
+            ConfigError: nothing was drawn.
+        """
+        if not self._token_ids:
+            raise ConfigError("sampler.proposal() has nothing to propose: call draw() or draw_block() first, or use point_mass()")
+        token_ids = torch.cat(self._token_ids, dim=1)
+        lengths = token_ids.new_full((token_ids.shape[0],), token_ids.shape[1])
+        kept = self._probabilities
+        stacked = None if not kept else kept[0] if len(kept) == 1 else torch.cat(kept, dim=1)
+        return Proposal(token_ids, lengths, stacked, None if confidence is None else confidence.float(), SAMPLER_KEY)
+
+    def _draw(self, logits: Tensor) -> Tensor:
+        seen = None if self._seen is None else self._seen[:, None]
+        if self._params.greedy:
+            token_ids = penalised(logits, self._params, seen).argmax(-1)
+        else:
+            first = sum(block.shape[1] for block in self._token_ids)
+            slots = torch.arange(first, first + logits.shape[1], device=logits.device)
+            distribution = probabilities(logits, self._params, seen)
+            token_ids = draw(distribution, uniform(self._params.seed, Purpose.DRAFT, self._rows[:, None], self._round, slots))
+            self._probabilities.append(distribution)
+        if self._seen is not None:
+            self._seen.scatter_(1, token_ids, True)
+        self._token_ids.append(token_ids)
+        return token_ids

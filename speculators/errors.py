@@ -1,0 +1,21 @@
+"""The exceptions users see: one clear sentence each, saying what, where, the limit and the way out."""
+
+
+class SpeculatorsError(Exception):
+    """Base of every error this library raises on bad input. Commands print it and exit with code 2."""
+
+
+class ConfigError(SpeculatorsError):
+    """A configuration value is outside its range or contradicts another one."""
+
+
+class CheckpointError(SpeculatorsError):
+    """A checkpoint is missing, incomplete, damaged, or does not fit what it is loaded for."""
+
+
+class PairingError(SpeculatorsError):
+    """A speculator and a verifier do not belong together."""
+
+
+class DataError(SpeculatorsError):
+    """Prompts, conversations or training rows cannot be used."""

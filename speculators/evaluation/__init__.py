@@ -1,0 +1,1 @@
+"""Evaluation: acceptance, speed and identity to plain decoding, from real decoding in one engine."""

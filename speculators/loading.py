@@ -1,0 +1,103 @@
+"""Loading a verifier's model and tokenizer, with one clear sentence where that cannot work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from speculators.attention import AttentionMasks
+from speculators.errors import CheckpointError, ConfigError
+
+
+def fast_dtype(device: torch.device | str) -> torch.dtype:
+    """The dtype in which a device multiplies fastest: bfloat16 on CUDA and on CPUs that have instructions for it, else float32."""
+    kind = torch.device(device).type
+    if kind == "cuda":
+        return torch.bfloat16
+    if kind == "cpu":
+        probes = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+        if any(probe() for probe in probes if probe is not None):
+            return torch.bfloat16
+    return torch.float32
+
+
+def load_model(
+    name: str, *, dtype: str | torch.dtype, device: torch.device | str | None, revision: str | None, trust_remote_code: bool
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """Load what `Verifier.from_pretrained` names; see there for the arguments.
+
+    Raises:
+        CheckpointError: nothing usable lies there, tensors are missing, or the model cannot serve as a verifier.
+        ConfigError: the dtype is unknown.
+    """
+    device = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    weights_dtype = dtype if isinstance(dtype, torch.dtype) else _named_dtype(dtype, device)
+    source = _locate(name)
+    remote: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    auto_model: Any = AutoModelForCausalLM
+    try:
+        config = AutoConfig.from_pretrained(source, **remote)
+        refuse_unsupported(config, _model_class(config), name)
+        model, report = auto_model.from_pretrained(source, config=config, dtype=weights_dtype, output_loading_info=True, **remote)
+        tokenizer = _load_tokenizer(source, remote)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise CheckpointError(f"cannot load the verifier {name!r}: {str(error).strip().splitlines()[0]}") from error
+    if missing := sorted(report["missing_keys"]):
+        raise CheckpointError(f"the files of the verifier {name!r} lack {len(missing)} of its tensors, {missing[0]} first; fetch it again")
+    return model.to(device), tokenizer
+
+
+def _model_class(config: Any) -> Any:
+    """The transformers class that would be built from a config; None for code that a repository brings along."""
+    mapping: Any = AutoModelForCausalLM._model_mapping
+    return mapping.get(type(config), None)
+
+
+def refuse_unsupported(config: Any, model_class: Any, name: str) -> None:
+    """Say in one sentence why a model cannot be a verifier. Needs no weights."""
+    text_config = config.get_text_config()
+    if config.is_encoder_decoder:
+        raise CheckpointError(f"{name!r} is an encoder-decoder model; choose a decoder-only verifier")
+    if getattr(model_class, "_is_stateful", False):
+        raise CheckpointError(
+            f"{name!r} ({config.model_type}) keeps a recurrent state, which cannot be rolled back after rejected draft tokens;"
+            " choose a verifier with attention layers only"
+        )
+    if getattr(text_config, "use_bidirectional_attention", False):
+        raise CheckpointError(f"{name!r} attends to later tokens (use_bidirectional_attention); choose a causal verifier")
+    AttentionMasks.from_config(text_config, additive=False, dtype=torch.float32)
+
+
+def _locate(name: str) -> str:
+    """The folder of a verifier, or its Hub name unchanged."""
+    from speculators.data.default_verifier import DEFAULT_VERIFIER_NAME, default_verifier_folder
+
+    if name == DEFAULT_VERIFIER_NAME:
+        return str(default_verifier_folder())
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise CheckpointError(f"the folder {name} holds no config.json; pass a folder written by save_pretrained")
+        return str(path)
+    if path.is_absolute() or name.startswith(".") or name.count("/") > 1:  # no Hub name looks like this
+        raise CheckpointError(f"there is no folder {name}; pass an existing folder, a Hub name (owner/model) or {DEFAULT_VERIFIER_NAME!r}")
+    return name
+
+
+def _load_tokenizer(source: str, remote: dict[str, Any]) -> PreTrainedTokenizerBase | None:
+    if Path(source).is_dir() and not any(Path(source).glob("*token*")):
+        return None  # weights alone still decode token ids
+    auto_tokenizer: Any = AutoTokenizer
+    tokenizer: PreTrainedTokenizerBase = auto_tokenizer.from_pretrained(source, **remote)
+    return tokenizer
+
+
+def _named_dtype(name: str, device: torch.device) -> torch.dtype:
+    dtype = fast_dtype(device) if name == "auto" else getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ConfigError(f"dtype {name!r} is unknown; use auto, float32, bfloat16 or float16")
+    return dtype

@@ -1,0 +1,116 @@
+"""THE registry: a method string finds an algorithm, how it is configured and how it is served.
+
+Everything looks an algorithm up here and nowhere else: `Speculator.from_pretrained`, the commands'
+`--method`, the notebooks, the trainer and the vLLM plugin. Adding an algorithm is one decorated class:
+
+    @register_algorithm("dflash", serving=VllmServing(method="dflash"))
+    class DFlash(Speculator): ...
+
+Third parties register through the entry-point group `speculators.algorithms`; each entry point names a
+module whose import registers its algorithms.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from speculators.errors import ConfigError
+
+if TYPE_CHECKING:
+    from speculators.speculator import Speculator
+
+ENTRY_POINT_GROUP = "speculators.algorithms"
+SpeculatorClass = TypeVar("SpeculatorClass", bound="type[Speculator]")
+
+
+@dataclass(frozen=True)
+class VllmServing:
+    """How vLLM serves an algorithm.
+
+    Attributes:
+        method: the `method` of vLLM's `--speculative-config`; None when vLLM has no native drafter for it.
+        options: further keys of the speculative config, e.g. `{"parallel_drafting": True}`.
+        architecture: the name written into `architectures` of config.json.
+        runners: vLLM model runners that can serve it, best first.
+    """
+
+    method: str | None
+    architecture: str
+    options: dict[str, Any] = field(default_factory=dict)
+    runners: tuple[str, ...] = ("V1", "V2")
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One registered algorithm."""
+
+    name: str
+    speculator_class: type[Speculator]
+    serving: VllmServing
+    summary: str
+
+
+_ALGORITHMS: dict[str, Algorithm] = {}
+_loaded = False
+
+
+def register_algorithm(name: str, *, serving: VllmServing) -> Callable[[SpeculatorClass], SpeculatorClass]:
+    """Register a `Speculator` subclass under a method string.
+
+    Args:
+        name: the method string, also `speculators_model_type` on disk.
+        serving: what vLLM needs to know.
+
+    Raises:
+        ConfigError: another class already holds this name.
+    """
+
+    def decorate(cls: SpeculatorClass) -> SpeculatorClass:
+        known = _ALGORITHMS.get(name)
+        if known is not None and known.speculator_class.__qualname__ != cls.__qualname__:
+            raise ConfigError(
+                f"the method name {name!r} is already registered by {known.speculator_class.__module__}."
+                f"{known.speculator_class.__qualname__}; choose another name for {cls.__qualname__}"
+            )
+        cls.method = name
+        summary = (cls.__doc__ or "").strip().splitlines()
+        _ALGORITHMS[name] = Algorithm(name, cls, serving, summary[0] if summary else "")
+        return cls
+
+    return decorate
+
+
+def _load_all() -> None:
+    """Import the built-in algorithm modules and every installed third-party one, once."""
+    global _loaded
+    if _loaded:
+        return
+    _loaded = True
+    package = importlib.import_module("speculators.algorithms")
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"speculators.algorithms.{module.name}")
+    for entry_point in entry_points(group=ENTRY_POINT_GROUP):
+        entry_point.load()
+
+
+def algorithms() -> dict[str, Algorithm]:
+    """Every registered algorithm by method string, in alphabetical order."""
+    _load_all()
+    return dict(sorted(_ALGORITHMS.items()))
+
+
+def get_algorithm(name: str) -> Algorithm:
+    """Look one algorithm up.
+
+    Raises:
+        ConfigError: no algorithm has this name; the message lists those that exist.
+    """
+    known = algorithms()
+    if name not in known:
+        raise ConfigError(f"unknown method {name!r}: registered methods are {', '.join(known)}")
+    return known[name]

@@ -1,0 +1,1 @@
+"""Training a speculator from nothing but its verifier."""

@@ -1,0 +1,70 @@
+"""Sums of a log interval, kept on the device: no step waits for a number that only the log wants."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+# A ratio by draft position, a ratio, a count, or None where nothing was counted.
+Reading = float | list[float | None] | None
+
+
+class Meters:
+    """Running numerators and denominators by name. Ratios are formed once, when they are read.
+
+    Sums are float64 tensors that stay where they are, so that a CUDA graph may add to them.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[Tensor, Tensor | None]] = {}
+
+    def add(self, name: str, numerator: Tensor, denominator: Tensor | None = None) -> None:
+        """Add to a ratio, or to a plain count where there is no denominator. Scalars or [K] vectors."""
+        if name not in self._sums:
+            zero = torch.zeros(numerator.shape, dtype=torch.float64, device=numerator.device)
+            self._sums[name] = (zero, None if denominator is None else torch.zeros_like(zero))
+        total, weight = self._sums[name]
+        total.add_(numerator.detach())
+        if weight is not None and denominator is not None:
+            weight.add_(denominator.detach())
+
+    def reset(self) -> None:
+        """Start a new interval."""
+        for total, weight in self._sums.values():
+            total.zero_()
+            if weight is not None:
+                weight.zero_()
+
+    def read(self) -> dict[str, Reading]:
+        """Every ratio and count of the interval, with one transfer from the device; then start a new one."""
+        if not self._sums:
+            return {}
+        parts = [part.flatten() for pair in self._sums.values() for part in pair if part is not None]
+        values = torch.cat(parts).tolist()
+        readings: dict[str, Reading] = {}
+        at = 0
+        for name, (total, weight) in self._sums.items():
+            size = total.numel()
+            numerators = values[at : at + size]
+            at += size
+            if weight is None:
+                ratios: list[float | None] = list(numerators)
+            else:
+                ratios = [n / d if d else None for n, d in zip(numerators, values[at : at + size], strict=True)]
+                at += size
+            readings[name] = ratios[0] if total.ndim == 0 else ratios
+        self.reset()
+        return readings
+
+
+def estimated_acceptance_length(conditional: Reading) -> float | None:
+    """1 + sum over k of the product of the first k conditional acceptances; the bonus token is the 1.
+
+    Teacher forced: it estimates what decoding reaches, and is labelled so wherever it is shown.
+    """
+    if not isinstance(conditional, list) or not conditional or conditional[0] is None:
+        return None
+    rates = [rate or 0.0 for rate in conditional]
+    return 1.0 + sum(math.prod(rates[: k + 1]) for k in range(len(rates)))

@@ -1,0 +1,160 @@
+"""The optimizer of a drafter: AdamW, or Muon for its matrices. Its state is float32 and it never needs the host."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from speculators.errors import CheckpointError, ConfigError
+from speculators.speculator import Speculator
+from speculators.training.config import TrainingConfig
+from speculators.training.muon import MatrixGroup, Muon
+
+_ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")
+
+
+@dataclass
+class ParameterGroup:
+    """Parameters that are updated alike.
+
+    Attributes:
+        kind: "adamw" or "muon".
+        learning_rate_scale: factor on the learning rate.
+        weight_decay: decoupled.
+        parameters: by name.
+    """
+
+    kind: str
+    learning_rate_scale: float
+    weight_decay: float
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+
+
+def parameter_groups(speculator: Speculator, config: TrainingConfig) -> list[ParameterGroup]:
+    """Group the trainable parameters.
+
+    Muon takes matrices with both sides above 1, except tables with a row a token (embeddings, heads, Markov tables),
+    whose rows are no linear map of anything. AdamW takes the rest. Vectors and one-row tensors are never decayed.
+
+    Raises:
+        ConfigError: nothing is trainable, or a key of `learning_rate_scale` is in no parameter's name.
+    """
+    vocabularies = {speculator.config.vocab_size, speculator.config.draft_vocab_size}
+    tables = {id(module.weight) for module in speculator.modules() if isinstance(module, nn.Embedding)}
+    trainable = {name: parameter for name, parameter in speculator.named_parameters() if parameter.requires_grad}
+    if not trainable:
+        raise ConfigError(f"this {speculator.method} speculator has no trainable parameter")
+    for key in config.learning_rate_scale:
+        if not any(key in name for name in trainable):
+            raise ConfigError(f"learning_rate_scale: {key!r} is in the name of no trainable parameter; names are {', '.join(trainable)}")
+    groups: dict[tuple[str, float, float], ParameterGroup] = {}
+    for name, parameter in trainable.items():
+        matrix = parameter.ndim == 2 and min(parameter.shape) > 1
+        table = id(parameter) in tables or parameter.shape[:1].numel() in vocabularies
+        kind = "muon" if config.optimizer == "muon" and matrix and not table else "adamw"
+        decay = config.weight_decay if matrix else 0.0
+        matching = [key for key in config.learning_rate_scale if key in name]
+        scale = config.learning_rate_scale[max(matching, key=len)] if matching else 1.0
+        groups.setdefault((kind, scale, decay), ParameterGroup(kind, scale, decay)).parameters[name] = parameter
+    return list(groups.values())
+
+
+class DrafterOptimizer:
+    """Updates the parameters of `parameter_groups`; capturable in a CUDA graph.
+
+    Attributes:
+        learning_rate: scalar float32 on the device; fill it before an update.
+    """
+
+    def __init__(self, speculator: Speculator, config: TrainingConfig) -> None:
+        groups = parameter_groups(speculator, config)
+        first = next(iter(groups[0].parameters.values()))
+        for group in groups:
+            for name, parameter in group.parameters.items():
+                if parameter.dtype != torch.float32:
+                    raise ConfigError(f"{name} is {parameter.dtype}: training needs float32 weights, small updates are lost in others")
+        self.learning_rate = torch.zeros((), device=first.device)
+        self.parameters = [parameter for group in groups for parameter in group.parameters.values()]
+        self._muon = Muon([part for group in groups if group.kind == "muon" for part in _by_shape(group)], config.muon_momentum)
+        self._adamw_groups = [group for group in groups if group.kind == "adamw"]
+        self._adamw: torch.optim.AdamW | None = None
+        if self._adamw_groups:
+            self._adamw = torch.optim.AdamW(
+                [
+                    {
+                        "params": list(group.parameters.values()),
+                        "lr": torch.zeros((), device=first.device),
+                        "weight_decay": group.weight_decay,
+                    }
+                    for group in self._adamw_groups
+                ],
+                betas=config.betas,
+                fused=True,
+                capturable=first.is_cuda,
+            )
+            for group in self._adamw_groups:
+                for parameter in group.parameters.values():
+                    self._adamw.state[parameter] = {
+                        "step": torch.zeros((), device=parameter.device),
+                        "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+                        "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+                    }
+
+    @torch.no_grad()
+    def step(self, skip: Tensor) -> None:
+        """Update every parameter from its gradient.
+
+        Args:
+            skip: scalar float32 on the device; 1.0 leaves parameters and state as they are.
+        """
+        self._muon.step(self.learning_rate, skip)
+        if self._adamw is not None:
+            for group, settings in zip(self._adamw_groups, self._adamw.param_groups, strict=True):
+                settings["lr"].copy_(self.learning_rate * group.learning_rate_scale)
+            self._adamw.found_inf = skip  # the fused kernel's own switch
+            self._adamw.step()
+
+    def state(self) -> dict[str, Tensor]:
+        """The state by name: `adamw.<parameter>.<part>` and `muon.<parameter>`, float32, not copied."""
+        tensors = {}
+        for matrices in self._muon.groups:
+            tensors.update({f"muon.{name}": matrices.momentum[i] for i, name in enumerate(matrices.names)})
+        if self._adamw is not None:
+            for group in self._adamw_groups:
+                for name, parameter in group.parameters.items():
+                    tensors.update({f"adamw.{name}.{part}": self._adamw.state[parameter][part] for part in _ADAMW_STATE})
+        return tensors
+
+    @torch.no_grad()
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy a state of `state()` into this optimizer.
+
+        Raises:
+            CheckpointError: a tensor is missing or has another shape.
+        """
+        for name, own in self.state().items():
+            stored = tensors.get(name)
+            if stored is None or stored.shape != own.shape:
+                found = "missing" if stored is None else f"of shape {tuple(stored.shape)}"
+                raise CheckpointError(f"the training state does not fit: {name} is {found}, expected {tuple(own.shape)}; start a new run")
+            own.copy_(stored)
+
+
+def _by_shape(group: ParameterGroup) -> list[MatrixGroup]:
+    shapes: dict[torch.Size, dict[str, nn.Parameter]] = defaultdict(dict)
+    for name, parameter in group.parameters.items():
+        shapes[parameter.shape][name] = parameter
+    return [
+        MatrixGroup(
+            names=list(members),
+            parameters=list(members.values()),
+            learning_rate_scale=group.learning_rate_scale,
+            weight_decay=group.weight_decay,
+            momentum=torch.zeros((len(members), *shape), device=next(iter(members.values())).device),
+        )
+        for shape, members in shapes.items()
+    ]

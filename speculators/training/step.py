@@ -1,0 +1,161 @@
+"""One optimizer step: micro-batches forward and backward, then clip and update. Static tensors in, running sums out.
+
+On CUDA each of the functions below is captured once and replayed; on the CPU the same functions are called.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from speculators.errors import ConfigError
+from speculators.speculator import Speculator
+from speculators.training.config import TrainingConfig
+from speculators.training.graph import Capture
+from speculators.training.meters import Meters, Reading
+from speculators.training.optimizer import DrafterOptimizer
+from speculators.training.order import mix
+from speculators.training.source import HiddenStateSource, without_damaged_rows
+
+# What the random draws of a training batch and of an evaluation batch are seeded with, besides the run's seed.
+_TRAIN, _EVALUATE = 0, 1
+
+
+def training_dtype(config: TrainingConfig, device: torch.device, verifier_dtype: torch.dtype) -> torch.dtype:
+    """The dtype matrices are multiplied in.
+
+    Raises:
+        ConfigError: float32 was asked for beside a verifier in another dtype.
+    """
+    if config.precision == "float32" and verifier_dtype != torch.float32:
+        raise ConfigError(
+            f"precision float32 needs a float32 verifier, this one is {verifier_dtype}; load it with dtype=torch.float32 or choose bfloat16"
+        )
+    if config.precision == "auto":
+        return torch.float32 if device.type == "cpu" and verifier_dtype == torch.float32 else torch.bfloat16
+    return torch.bfloat16 if config.precision == "bfloat16" else torch.float32
+
+
+class TrainingStep:
+    """Everything that happens to the weights, and the numbers it leaves behind.
+
+    Micro-batches weigh by the denominator of their "loss" metric (their supervised tokens, if the algorithm reports
+    none), so that a step's gradient does not depend on how it is cut. A step without any weight, or whose gradient is
+    not finite, changes nothing and is counted.
+
+    Args:
+        speculator: float32 weights, attached to its verifier.
+        source: of the training rows.
+        held_out: of the rows that are only evaluated.
+        optimizer: of the speculator.
+        config: the run's configuration.
+        dtype: of `training_dtype`.
+        capture: for CUDA graphs.
+    """
+
+    def __init__(
+        self,
+        speculator: Speculator,
+        source: HiddenStateSource,
+        held_out: HiddenStateSource | None,
+        optimizer: DrafterOptimizer,
+        config: TrainingConfig,
+        dtype: torch.dtype,
+        capture: Capture,
+    ) -> None:
+        self.speculator = speculator
+        self.optimizer = optimizer
+        self.config = config
+        self._source, self._held_out, self._dtype = source, held_out, dtype
+        self._device = optimizer.learning_rate.device
+        self._meters, self._held_out_meters = Meters(), Meters()
+        self._index = torch.zeros(config.rows_per_micro_batch, dtype=torch.int64, device=self._device)
+        self._weight = torch.zeros((), device=self._device)
+        for parameter in optimizer.parameters:  # static, and added to: this is what accumulates
+            parameter.grad = torch.zeros_like(parameter)
+        self._run_micro_batch = capture(self.micro_batch)
+        self._clear()
+        self._run_update = capture(self.update)  # without weight a warm-up update changes nothing
+        self._run_evaluation = capture(self.evaluation_batch) if held_out is not None else None
+        self._clear()
+        self._meters.reset()
+        self._held_out_meters.reset()
+
+    def _clear(self) -> None:
+        self._weight.zero_()
+        torch._foreach_zero_([parameter.grad for parameter in self.optimizer.parameters])
+
+    # -- the captured bodies -----------------------------------------------------------------------------------
+
+    def _loss(self, source: HiddenStateSource, meters: Meters) -> tuple[Tensor, Tensor]:
+        batch, damaged = without_damaged_rows(source.batch(self._index))
+        with torch.autocast(self._device.type, dtype=self._dtype, enabled=self._dtype != torch.float32, cache_enabled=False):
+            output = self.speculator.training_loss(batch)
+        weight = output.metrics["loss"][1] if "loss" in output.metrics else batch.loss_mask.sum()
+        weight = weight.detach().float()
+        counted = torch.where(output.loss.isfinite(), weight, 0.0)  # one overflow must not hide the loss of a whole interval
+        meters.add("loss", torch.where(counted > 0, output.loss.float() * weight, 0.0), counted)
+        for name, (numerator, denominator) in output.metrics.items():
+            if name != "loss":
+                meters.add(name, numerator, denominator)
+        meters.add("tokens", (batch.document_ids >= 0).sum())
+        meters.add("damaged_rows", damaged.sum())
+        meters.add("empty_batches", (weight <= 0).float())
+        return output.loss, weight
+
+    def micro_batch(self) -> None:
+        """Add a micro-batch's gradient (times its weight) and its metrics to the running sums."""
+        loss, weight = self._loss(self._source, self._meters)
+        (loss.float() * weight).backward()
+        self._weight.add_(weight)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Divide the gradient by the weight, clip it, update the weights and clear the sums of the step."""
+        gradients = [parameter.grad for parameter in self.optimizer.parameters if parameter.grad is not None]
+        mean = 1.0 / self._weight.clamp_min(1e-6)
+        norm = torch.nn.utils.get_total_norm(gradients) * mean
+        usable = norm.isfinite() & (self._weight > 0)
+        torch._foreach_mul_(gradients, mean * (self.config.gradient_clip / (norm + 1e-6)).clamp_max(1.0))
+        self.optimizer.step(skip=1.0 - usable.float())
+        self._meters.add("gradient_norm", torch.where(usable, norm, 0.0), usable.float())
+        self._meters.add("skipped_steps", 1.0 - usable.float())
+        self._clear()
+
+    @torch.no_grad()
+    def evaluation_batch(self) -> None:
+        """Add the metrics of a held-out micro-batch to their running sums."""
+        assert self._held_out is not None
+        self._loss(self._held_out, self._held_out_meters)
+
+    # -- what the trainer calls --------------------------------------------------------------------------------
+
+    def run(self, step: int, rows: Tensor, learning_rate: float) -> None:
+        """One optimizer step. Returns before the device has done it.
+
+        Args:
+            step: number of the step; with the seed it decides what the algorithm draws.
+            rows: [rows_per_step] int64 on the CPU.
+            learning_rate: of this step.
+        """
+        self.optimizer.learning_rate.fill_(learning_rate)
+        for number, micro_batch in enumerate(rows.view(self.config.accumulation, -1)):
+            torch.manual_seed(mix(self.config.seed, _TRAIN, step, number))
+            self._index.copy_(micro_batch, non_blocking=True)
+            self._run_micro_batch()
+        self._run_update()
+
+    def evaluate(self) -> dict[str, Reading]:
+        """Metrics over all held-out rows, with the same draws at every call."""
+        assert self._held_out is not None and self._run_evaluation is not None
+        rows, size = self._held_out.num_rows, len(self._index)
+        for number in range(-(-rows // size)):
+            torch.manual_seed(mix(self.config.seed, _EVALUATE, number))
+            index = torch.arange(number * size, (number + 1) * size)
+            self._index.copy_(index.masked_fill(index >= rows, -1), non_blocking=True)
+            self._run_evaluation()
+        return self._held_out_meters.read()
+
+    def read(self) -> dict[str, Reading]:
+        """Metrics since the last call; waits for the device."""
+        return self._meters.read()

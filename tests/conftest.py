@@ -1,0 +1,26 @@
+"""Settings every test shares."""
+
+from __future__ import annotations
+
+import os
+
+# Set before torch starts its thread pool: tiny models run slower on many threads than on two.
+os.environ.setdefault("OMP_NUM_THREADS", str(min(2, os.cpu_count() or 1)))
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on a model hub
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Triton reads this when a kernel is decorated, so it must stand before any test module is imported.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from speculators.data.default_verifier import load_default_verifier
+from speculators.verifier import Verifier
+
+
+@pytest.fixture(scope="session")
+def default_verifier() -> Verifier:
+    """The embedded default verifier in float32 on the CPU; prepared in the cache folder on the first run."""
+    return load_default_verifier(dtype=torch.float32, device="cpu")
