@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -40,6 +41,12 @@ class Objective(FormatModel):
     depth_weights: list[float] | None = None
 
 
+@lru_cache(maxsize=64)
+def on_device(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """A constant vector, copied to the device once: a captured CUDA graph must not copy from the host."""
+    return torch.tensor(values, device=device)
+
+
 def decay_weights(count: int, decay: float, device: torch.device | None = None) -> Tensor:
     """w_k = exp(-(k-1) / decay) for k = 1 .. count, [count] float32."""
     return torch.exp(-torch.arange(count, dtype=torch.float32, device=device) / decay)
@@ -72,7 +79,7 @@ def block_loss(
     hidden: Tensor,
     *,
     mask: Tensor | None = None,
-    kept_slots: list[int] | None = None,
+    kept_slots: tuple[int, ...] | None = None,
     bias_factors: Tensor | None = None,
     bias_head: Tensor | None = None,
 ) -> tuple[LossOutput, DistillationOutput, Tensor]:
@@ -96,7 +103,7 @@ def block_loss(
     verifier = speculator.verifier
     mask = supervision.mask if mask is None else mask
     slots = mask.shape[-1]
-    selection = None if kept_slots is None else torch.tensor(kept_slots, device=mask.device)
+    selection = None if kept_slots is None else on_device(kept_slots, mask.device)
 
     def select(values: Tensor) -> Tensor:
         """[R, N, K, ...] -> [rows, ...], the slots that take part."""
@@ -127,7 +134,7 @@ def block_loss(
     kept = mask.float()
     denominator = None
     if objective.depth_weights is not None:
-        weights = kept * torch.tensor(objective.depth_weights[:slots], device=mask.device)
+        weights = kept * on_device(tuple(objective.depth_weights[:slots]), mask.device)
     elif objective.position_weights == "dpace":
         log_probability = label_log_probability(flat, verifier.head, labels, **head)  # type: ignore[arg-type]
         weights = dpace_weights(restore(log_probability), mask, objective.dpace_alpha)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from speculators.algorithms.anchors import Anchors, Supervision
 from speculators.algorithms.input_fusion import DepthZero, InputFusion, InputFusionConfig, InputFusionOptions, InputFusionState
-from speculators.algorithms.objective import Objective, block_loss
+from speculators.algorithms.objective import Objective, block_loss, on_device
 from speculators.algorithms.options import default_mask_token
 from speculators.decoding.proposal import DraftSampler, Proposal
 from speculators.kernels.block_attention import BlockAttentionMask, block_attention, block_attention_mask
@@ -155,13 +155,13 @@ class PEagle(InputFusion):
         options = self.config.training_options
         supervision = Supervision.of(batch, anchors, options.num_depths)
         hidden = self.training_hidden(batch, anchors)
-        counts = depth_counts(anchors.index.shape[1], options.num_depths, options.keep_rate)
-        rank = torch.arange(anchors.index.shape[1], device=anchors.index.device)
-        reaches = rank[:, None] < torch.tensor(counts, device=rank.device)
-        mask = supervision.mask & reaches
-        kept = [
-            chain * options.num_depths + depth for chain in range(len(rank)) for depth in range(options.num_depths) if chain < counts[depth]
-        ]
+        chains = anchors.index.shape[1]
+        counts = depth_counts(chains, options.num_depths, options.keep_rate)
+        rank = torch.arange(chains, device=anchors.index.device)
+        mask = supervision.mask & (rank[:, None] < on_device(tuple(counts), rank.device))
+        kept = tuple(
+            chain * options.num_depths + depth for chain in range(chains) for depth in range(options.num_depths) if chain < counts[depth]
+        )
         return block_loss(self, options, batch, supervision, hidden, mask=mask, kept_slots=kept)[0]
 
     def training_hidden(self, batch: TrainingBatch, anchors: Anchors) -> Tensor:

@@ -398,17 +398,11 @@ class _DistillationLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, task: _Task, use_kernel: bool, with_gradient: bool, *inputs: Tensor) -> tuple[Tensor, ...]:
-        dtype = task.head.weight.dtype
-        # A skipped row must not reach the bias head's gradient, whatever it holds (0 * nan is nan).
-        skipped = (task.weights == 0)[:, None]
-        rows_in = [torch.where(skipped, 0.0, x.detach().to(dtype)) for x in inputs[:2]]
-        rows_in += [x.detach().to(dtype) for x in inputs[2:]]
         with torch.autocast(inputs[0].device.type, enabled=False):
-            result = (_kernel if use_kernel else _reference)(task, rows_in, with_gradient)
+            result = (_kernel if use_kernel else _reference)(task, [x.detach() for x in inputs], with_gradient)
         cross_entropy, l1, kl, acceptance = result.statistics.unbind()
         loss = (task.weights * (task.cross_entropy * cross_entropy + task.l1 * l1 + task.kl * kl)).sum()
-        if with_gradient:
-            ctx.save_for_backward(*(gradient.to(x.dtype) for gradient, x in zip(result.gradients, inputs)))
+        ctx.save_for_backward(*(gradient.to(x.dtype) for gradient, x in zip(result.gradients, inputs)))
         ctx.mark_non_differentiable(cross_entropy, l1, kl, acceptance, result.matches)
         return loss, cross_entropy, l1, kl, acceptance, result.matches
 
@@ -466,17 +460,20 @@ def distillation_loss(
     """
     if (bias_factors is None) != (bias_head is None):
         raise ValueError("distillation_loss needs bias_factors and bias_head together; give both or neither")
-    inputs = [hidden] if bias_factors is None or bias_head is None else [hidden, bias_factors, bias_head]
     use_kernel = implementation == "triton" or (
         implementation == "auto" and head.is_cuda and head.dtype != torch.float64 and triton is not None
     )
-    # The kernel wants the products as the tensor cores leave them; the reference is exact to float32.
+    # The kernel takes the products as the tensor cores leave them; the reference is exact to float32.
     accurate = torch.promote_types(head.dtype, torch.float32)
-    frozen = FrozenHead(head.detach(), head_bias, logit_scale, logit_softcap).to(head.dtype if use_kernel else accurate)
+    dtype = head.dtype if use_kernel else accurate
+    frozen = FrozenHead(head.detach(), head_bias, logit_scale, logit_softcap).to(dtype)
+
+    # A skipped row may hold anything, but 0 * nan is nan: it enters no product.
+    used = (weights != 0)[:, None]
     task = _Task(
         frozen,
         draft_rows,
-        teacher_hidden.detach().to(frozen.weight.dtype),
+        torch.where(used, teacher_hidden.detach().to(dtype), 0.0),
         labels,
         weights.detach().to(accurate),
         cross_entropy,
@@ -484,5 +481,8 @@ def distillation_loss(
         kl,
         frozen.default_chunk_rows() if chunk_rows is None else chunk_rows,
     )
+    inputs = [torch.where(used, hidden.to(dtype), 0.0)]
+    if bias_factors is not None and bias_head is not None:
+        inputs += [torch.where(used, bias_factors.to(dtype), 0.0), bias_head.to(dtype)]
     with_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     return DistillationOutput(*_DistillationLoss.apply(task, use_kernel, with_gradient, *inputs))

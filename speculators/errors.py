@@ -19,3 +19,15 @@ class PairingError(SpeculatorsError):
 
 class DataError(SpeculatorsError):
     """Prompts, conversations or training rows cannot be used."""
+
+
+class TrainingInterrupted(SpeculatorsError):
+    """SIGINT or SIGTERM stopped a training run after its state was saved.
+
+    Attributes:
+        exit_code: 128 + the signal's number, what a shell reports of a process that a signal ended.
+    """
+
+    def __init__(self, message: str, signal_number: int) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + signal_number

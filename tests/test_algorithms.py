@@ -59,7 +59,9 @@ def training_logits(speculator: Speculator, batch: TrainingBatch, index: list[in
 
 
 @pytest.mark.parametrize(("method", "options"), CASES, ids=IDS)
-def test_packed_training_offers_the_logits_that_decoding_offers(method: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_training_offers_the_logits_that_decoding_offers(
+    method: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     speculator, batch, index = drafter(method, **options), packed_batch([40]), [5, 9, 20, 33]
     trained = training_logits(speculator, batch, index, monkeypatch)
     for row, anchor in enumerate(index):

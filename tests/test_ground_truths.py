@@ -53,9 +53,7 @@ def test_c5_alignment_of_both_anchor_rules() -> None:
 
 
 def test_c6_decay_weights() -> None:
-    torch.testing.assert_close(
-        decay_weights(7, 4.0), torch.tensor([1, 0.7788, 0.6065, 0.4724, 0.3679, 0.2865, 0.2231]), atol=5e-5, rtol=0
-    )
+    torch.testing.assert_close(decay_weights(7, 4.0), torch.tensor([1, 0.7788, 0.6065, 0.4724, 0.3679, 0.2865, 0.2231]), atol=5e-5, rtol=0)
     assert abs(decay_weights(7, 4.0).sum().item() - 3.7352) < 5e-5
     fifteen = decay_weights(15, 7.0)
     torch.testing.assert_close(fifteen[[0, 1, 2, 14]], torch.tensor([1, 0.8669, 0.7515, 0.1353]), atol=5e-5, rtol=0)

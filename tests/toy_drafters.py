@@ -41,20 +41,32 @@ class ToyDrafter:
 
 
 class Oracle(ToyDrafter):
-    """Knows every row's greedy reply. `wrong_from`: drafts from this slot on are wrong on purpose; None: all are right."""
+    """Knows every row's greedy reply.
 
-    def __init__(self, prompts: Sequence[Sequence[int]], replies: Sequence[Sequence[int]], vocab_size: int, wrong_from: int | None = None) -> None:
-        self.prompts = torch.tensor([len(prompt) for prompt in prompts])
+    `accept`: how many drafts are right in round 1, 2, ... (the last entry holds for all later rounds); the others are
+    wrong on purpose. None: all are right.
+    """
+
+    def __init__(
+        self, prompts: Sequence[Sequence[int]], replies: Sequence[Sequence[int]], vocab_size: int, accept: Sequence[int] | None = None
+    ) -> None:
+        self.prompt_lengths = torch.tensor([len(prompt) for prompt in prompts])
         width = max(map(len, replies)) + self.max_draft_tokens + 1
         self.replies = torch.tensor([[*reply, *[0] * (width - len(reply))] for reply in replies])
         self.vocab_size = vocab_size
-        self.wrong_from = wrong_from
+        self.accept = accept
+
+    def new_state(self, rows: int, max_length: int, device: torch.device, dtype: torch.dtype) -> ToyState:
+        self.rounds = 0
+        return super().new_state(rows, max_length, device, dtype)
 
     def propose(self, state: ToyState, anchor: Tensor, sampler: DraftSampler, num_draft_tokens: int) -> Proposal:
-        next_index = state.lengths - self.prompts + 1  # the anchor is the reply's token next_index - 1
+        next_index = state.lengths - self.prompt_lengths + 1  # the anchor is the reply's token next_index - 1
         drafts = self.replies.gather(1, next_index[:, None] + torch.arange(num_draft_tokens))
-        if self.wrong_from is not None:
-            drafts[:, self.wrong_from :] = (drafts[:, self.wrong_from :] + 1) % self.vocab_size
+        if self.accept is not None:
+            right = self.accept[min(self.rounds, len(self.accept) - 1)]
+            drafts[:, right:] = (drafts[:, right:] + 1) % self.vocab_size
+        self.rounds += 1
         return sampler.point_mass(drafts)
 
 

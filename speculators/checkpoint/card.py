@@ -164,7 +164,7 @@ def _overview(speculator: Speculator, trained_for: str, form: str, dtype: str) -
         ),
         (
             "stored as",
-            f"{dtype}, {form} form" + (" (embedding and head are the verifier's)" if form == "compact" else ""),
+            f"{dtype}, {form} form" + (": what equals the verifier's is left out" if form == "compact" else ""),
         ),
     ]
     return f"## Overview\n\n{_table(rows)}"

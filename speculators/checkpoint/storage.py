@@ -213,13 +213,19 @@ def _read_file(file: Path) -> dict[str, Tensor]:
         with safe_open(file, framework="pt", device="cpu") as content:
             return {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118 (not a mapping)
     except (SafetensorError, OSError) as error:
-        with file.open("rb") as stream:
-            pointer = stream.read(64).startswith(b"version https://git-lfs")
-        if pointer:
+        if _is_lfs_pointer(file):
             raise CheckpointError(f"{file} is a Git LFS pointer, not the weights themselves; fetch them with `git lfs pull`") from None
         raise CheckpointError(
             f"{file} is no complete safetensors file ({error}): it is cut short or damaged; copy or download it again"
         ) from None
+
+
+def _is_lfs_pointer(file: Path) -> bool:
+    try:
+        with file.open("rb") as stream:
+            return stream.read(64).startswith(b"version https://git-lfs")
+    except OSError:
+        return False
 
 
 def weight_files(folder: str | Path) -> list[Path]:

@@ -1,5 +1,7 @@
 """demo"""
+
 from __future__ import annotations
+
 
 def demo() -> None:
     """Demo."""

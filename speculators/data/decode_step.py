@@ -44,10 +44,10 @@ def draw_tokens(logits: Tensor, temperature: Tensor, min_p: Tensor, uniform: Ten
     weights = scores.sub_(largest[:, None]).div_(divisor[:, None]).exp_()
     weights.mul_(weights >= min_p[:, None])
     cumulative = weights.cumsum(dim=-1)
-    # With 23 bits u * total stays below total after rounding: the draw always lands on a token of positive weight.
-    target = (uniform * 2.0**23).floor() * 2.0**-23 * cumulative[:, -1]
+    # With u <= 1 - 2^-23, u * total stays below total after rounding: the draw lands on a token of positive weight.
+    target = uniform.clamp_max(1 - 2.0**-23) * cumulative[:, -1]
     drawn = torch.searchsorted(cumulative, target[:, None], right=True).squeeze(1)
-    return torch.where(temperature > 0, drawn.clamp_max(logits.shape[-1] - 1), greedy)
+    return torch.where(temperature > 0, drawn, greedy)
 
 
 class Plan:

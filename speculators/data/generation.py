@@ -10,16 +10,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from speculators.data.decode_step import DecodeStep
+from speculators.data.decode_step import DecodeStep, RunningStep
 from speculators.decoding.randomness import Purpose, uniform
 from speculators.errors import DataError
 from speculators.verifier import Verifier
+
+T = TypeVar("T")
 
 _WATCH_EVERY = 64  # generated tokens between two looks of `Stage.abandon_if`
 
@@ -67,7 +69,7 @@ class StageResult:
 
 
 # Yields stages, is sent their results, and returns what `TokenGenerator.run` hands on.
-type Job[T] = Generator[Stage, StageResult, T]
+Job = Generator[Stage, StageResult, T]
 
 
 class TokenGenerator:
@@ -103,7 +105,7 @@ class TokenGenerator:
         self._is_stop = np.zeros((0, verifier.vocab_size), dtype=np.bool_)
         self._verifier_stops = frozenset(verifier.stop_token_ids)
 
-    def run[T](self, jobs: Iterable[Job[T]], *, seconds: float | None = None) -> Iterator[T]:
+    def run(self, jobs: Iterable[Job[T]], *, seconds: float | None = None) -> Iterator[T]:
         """Run jobs and yield what each returns, in the order in which they end.
 
         Args:
@@ -133,7 +135,7 @@ class TokenGenerator:
 
     # -- inside ----------------------------------------------------------------------------------------------
 
-    def _step_after(self, slots: _Slots) -> Any:
+    def _step_after(self, slots: _Slots) -> RunningStep:
         """Launch a step that feeds every slot's next token."""
         plan = self._step.next_plan()
         rows = np.arange(self.slots)
@@ -160,14 +162,14 @@ class TokenGenerator:
         count = index + 1 - slots.forced_until[rows]
         ended = stopped | (count == slots.budget[rows])
         slots.reason[rows] = np.where(stopped, "stop", "length")
-        for place in np.flatnonzero(slots.watched[rows] & ~ended & (count % _WATCH_EVERY == 0)):
+        for place in np.flatnonzero(~ended & (count % _WATCH_EVERY == 0)):
             abandon_if = slots.abandon_if[rows[place]]
             if abandon_if is not None and abandon_if(slots.generated(rows[place])):
                 ended[place] = True
                 slots.reason[rows[place]] = "abandoned"
         return [int(row) for row in rows[ended]]
 
-    def _end_stage[T](self, slots: _Slots, slot: int, waiting: Iterator[tuple[int, Job[T]]]) -> Iterator[T]:
+    def _end_stage(self, slots: _Slots, slot: int, waiting: Iterator[tuple[int, Job[T]]]) -> Iterator[T]:
         """Hand a stage's result to its job; begin the job's next stage, or the next job."""
         result = slots.result(slot)
         try:
@@ -178,7 +180,7 @@ class TokenGenerator:
         else:
             slots.begin(slot, stage, int(slots.end[slot]) - result.stopped, self._stop_set(stage))
 
-    def _start_next_job[T](self, slots: _Slots, slot: int, waiting: Iterator[tuple[int, Job[T]]]) -> Iterator[T]:
+    def _start_next_job(self, slots: _Slots, slot: int, waiting: Iterator[tuple[int, Job[T]]]) -> Iterator[T]:
         for number, job in waiting:
             try:
                 stage = next(job)
@@ -213,7 +215,7 @@ class _Slots:
         self.history = np.zeros((slots, max_length + 2), dtype=np.int64)
         self.position, self.end, self.forced_until, self.budget, self.stop_set, self.job_number = np.zeros((6, slots), dtype=np.int64)
         self.temperature, self.min_p = np.zeros((2, slots), dtype=np.float32)
-        self.active, self.watched = np.zeros((2, slots), dtype=np.bool_)
+        self.active = np.zeros(slots, dtype=np.bool_)
         self.reason: NDArray[Any] = np.full(slots, "", dtype="<U9")
         self.abandon_if: list[Callable[[Sequence[int]], bool] | None] = [None] * slots
         self.jobs: list[Any] = [None] * slots
@@ -240,7 +242,7 @@ class _Slots:
         self.budget[slot] = stage.max_new_tokens
         self.temperature[slot], self.min_p[slot] = stage.temperature, stage.min_p
         self.stop_set[slot] = stop_set
-        self.abandon_if[slot], self.watched[slot] = stage.abandon_if, stage.abandon_if is not None
+        self.abandon_if[slot] = stage.abandon_if
 
     def generated(self, slot: int) -> list[int]:
         """The stage's generated tokens so far."""

@@ -132,15 +132,15 @@ class Drafter(Protocol):
         """K when the caller names none."""
         ...
 
-    def new_state(self, rows: int, max_length: int, device: torch.device, dtype: torch.dtype) -> object:
+    def new_state(self, rows: int, max_length: int, device: torch.device, dtype: torch.dtype) -> Any:
         """Preallocate draft state for `rows` sequences of at most `max_length` tokens each."""
         ...
 
-    def observe(self, state: object, observation: Observation) -> None:
+    def observe(self, state: Any, observation: Observation) -> None:
         """Take newly committed tokens into the draft state."""
         ...
 
-    def propose(self, state: object, anchor: Tensor, sampler: DraftSampler, num_draft_tokens: int) -> Proposal:
+    def propose(self, state: Any, anchor: Tensor, sampler: DraftSampler, num_draft_tokens: int) -> Proposal:
         """Draft `num_draft_tokens` tokens after the anchor.
 
         Args:

@@ -78,7 +78,9 @@ class EvaluationSettings:
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 2:
-            raise ConfigError(f"max_new_tokens {self.max_new_tokens} leaves nothing to draft: the first token comes from the prompt, use 2 or more")
+            raise ConfigError(
+                f"max_new_tokens {self.max_new_tokens} leaves nothing to draft: the first token comes from the prompt, use 2 or more"
+            )
         if self.batch_size < 1:
             raise ConfigError(f"batch_size {self.batch_size} must be at least 1")
         if self.temperature < 0:
@@ -181,9 +183,7 @@ def decode(verifier: Verifier, drafter: Drafter | None, prompts: PromptSet, sett
     decoded = Decoded([], [], [])
     for start in range(0, len(prompts.token_ids), settings.batch_size):
         # The engine draws by (seed, row of the batch): the batch's first row in the seed keeps every prompt's draws its own.
-        sampling = SamplingParams(
-            temperature=settings.temperature, seed=settings.seed + start, max_new_tokens=settings.max_new_tokens
-        )
+        sampling = SamplingParams(temperature=settings.temperature, seed=settings.seed + start, max_new_tokens=settings.max_new_tokens)
         generation = generate(
             verifier,
             drafter,
@@ -239,7 +239,9 @@ def draft_lengths(drafters: Mapping[str, Drafter | None], settings: EvaluationSe
         own_default = max(trained, default=drafter.default_draft_tokens) if name == PROMPT_LOOKUP else drafter.default_draft_tokens
         k = settings.num_draft_tokens or own_default
         if k > drafter.max_draft_tokens:
-            raise ConfigError(f"k {k} exceeds the {drafter.max_draft_tokens} tokens {name} proposes in one block; use k <= {drafter.max_draft_tokens}")
+            raise ConfigError(
+                f"k {k} exceeds the {drafter.max_draft_tokens} tokens {name} proposes in one block; use k <= {drafter.max_draft_tokens}"
+            )
         lengths[name] = k
     return lengths
 

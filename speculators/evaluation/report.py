@@ -105,6 +105,8 @@ def remarks(rows: Sequence[Row]) -> list[str]:
         for row in below_prompt_lookup(rows)
     ]
     sentences += [
-        f"{row['method']} differs from plain decoding on {row['prompts']} (K = {row['k']})." for row in rows if row["token_identical"] is False
+        f"{row['method']} differs from plain decoding on {row['prompts']} (K = {row['k']})."
+        for row in rows
+        if row["token_identical"] is False
     ]
     return sentences

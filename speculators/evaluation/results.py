@@ -164,8 +164,12 @@ def _comparisons(runs: Sequence[Run]) -> str:
             for k in sorted({run.k for run in runs} - {0}):
                 a, b = (_mean_length(runs, method, k, temperature) for method in (ours, theirs))
                 if a is not None and b is not None:
-                    rows.append([f"{ours} against {theirs}", f"{temperature:g}", str(k), number(a), number(b), f"{(a / b - 1) * 100:+.1f}%"])
-    return "## Comparisons\n\nMean acceptance length of the sets.\n\n" + markdown_table(["", "T", "K", "first", "second", "difference"], rows)
+                    rows.append(
+                        [f"{ours} against {theirs}", f"{temperature:g}", str(k), number(a), number(b), f"{(a / b - 1) * 100:+.1f}%"]
+                    )
+    return "## Comparisons\n\nMean acceptance length of the sets.\n\n" + markdown_table(
+        ["", "T", "K", "first", "second", "difference"], rows
+    )
 
 
 def _identity(runs: Sequence[Run]) -> str:

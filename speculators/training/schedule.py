@@ -33,6 +33,7 @@ class Progress:
         total_steps: steps of the run; None when only the clock limits it.
         budget_seconds: wall time of this process; None without a limit.
         done: fraction that earlier processes of a resumed run completed.
+        created: when the budget began, on the clock; now when None.
         clock: seconds from any origin.
     """
 
@@ -42,13 +43,15 @@ class Progress:
         budget_seconds: float | None,
         *,
         done: float = 0.0,
+        created: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.total_steps = total_steps
         self._budget = budget_seconds
         self._done = done
         self._clock = clock
-        self._created = self._begun = clock()
+        self._begun = clock()
+        self._created = self._begun if created is None else created
         self._available = math.inf
 
     def begin(self, reserve_seconds: float = 0.0) -> None:

@@ -135,6 +135,7 @@ class Trainer:
         held_out_source = source(held_out) if held_out is not None else None
         self._step = TrainingStep(self.speculator, source(rows), held_out_source, optimizer, config, dtype, capture)
         self._has_held_out = held_out is not None
+        self._began = self._logged = clock()
 
     # -- the loop --------------------------------------------------------------------------------------------
 
@@ -214,13 +215,16 @@ class Trainer:
         self._record("teacher-forced", _with_acceptance_length(readings))
 
     def _record(self, kind: str, values: Record) -> None:
-        seconds = self._seconds_before + (self._clock() - self._began if hasattr(self, "_began") else 0.0)
-        record = {"kind": kind, "step": self.step, "seconds": round(seconds, 3), **values}
+        record = {"kind": kind, "step": self.step, "seconds": round(self._seconds(), 3), **values}
         if self._config.output is not None:
             with (self._config.output / LOG_FILE).open("a", encoding="utf-8") as stream:
                 stream.write(json.dumps(record) + "\n")
         if self._on_record is not None:
             self._on_record(record)
+
+    def _seconds(self) -> float:
+        """Seconds of training, over all processes of the run."""
+        return self._seconds_before + self._clock() - self._began
 
     def _check_damaged(self, damaged: int) -> None:
         if not damaged:
@@ -263,10 +267,8 @@ class Trainer:
     def _save_state(self) -> None:
         output = self._config.output
         if output is not None:
-            seconds = self._seconds_before + self._clock() - self._began
-            point = ResumePoint(
-                self.step, self._progress.fraction(self.step), seconds, essential_settings(self._config), self._fingerprint
-            )
+            fraction = self._progress.fraction(self.step)
+            point = ResumePoint(self.step, fraction, self._seconds(), essential_settings(self._config), self._fingerprint)
             save_state(output, self.speculator, self._optimizer, point)
 
     def _progress_bar(self) -> tqdm[Any]:
