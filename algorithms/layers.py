@@ -32,9 +32,10 @@ class Rotation:
 
     def apply(self, x: Tensor) -> Tensor:
         """Rotate [..., heads, head_dim] (the half-split convention of Llama and Qwen)."""
-        first, second = x.float().chunk(2, dim=-1)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        first, second = wide.chunk(2, dim=-1)
         rotated = torch.cat([-second, first], dim=-1)
-        return (x.float() * self.cosine + rotated * self.sine).to(x.dtype)
+        return (wide * self.cosine + rotated * self.sine).to(x.dtype)
 
 
 class RotaryEmbedding:

@@ -19,6 +19,9 @@ charge the drafter for the tokens it cannot propose. CE is zero where the label 
 otherwise, is taken against q renormalised to the draft vocabulary.
 """
 
+# Triton's kernels are typed by what they are launched with.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -328,8 +331,7 @@ def _kernel(task: _Task, inputs: list[Tensor], with_gradient: bool) -> _Result:
         products.append((bias[0], bias[1]))
     if task.draft_rows is not None:
         # The drafter keeps all columns, at -inf those it cannot propose: more arithmetic, but one kernel for all.
-        reachable = torch.zeros(vocabulary, dtype=torch.int8, device=device)
-        reachable[task.draft_rows] = 1
+        reachable = torch.zeros(vocabulary, dtype=torch.int8, device=device).index_fill_(0, task.draft_rows, 1)
         if bias:
             products[1] = (bias[0], bias[1].new_zeros(vocabulary, bias[1].shape[1]).index_copy(0, task.draft_rows, bias[1]))
     if bias and head.softcap is None and head.scale == 1.0:
@@ -407,7 +409,7 @@ class _DistillationLoss(torch.autograd.Function):
         return loss, cross_entropy, l1, kl, acceptance, result.matches
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, loss_gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         return None, None, None, *(gradient * loss_gradient for gradient in ctx.saved_tensors)
 
@@ -466,7 +468,7 @@ def distillation_loss(
     # The kernel takes the products as the tensor cores leave them; the reference is exact to float32.
     accurate = torch.promote_types(head.dtype, torch.float32)
     dtype = head.dtype if use_kernel else accurate
-    frozen = FrozenHead(head.detach(), head_bias, logit_scale, logit_softcap).to(dtype)
+    frozen = FrozenHead(head.detach(), head_bias, float(logit_scale), logit_softcap).to(dtype)
 
     # A skipped row may hold anything, but 0 * nan is nan: it enters no product.
     used = (weights != 0)[:, None]
@@ -474,11 +476,11 @@ def distillation_loss(
         frozen,
         draft_rows,
         torch.where(used, teacher_hidden.detach().to(dtype), 0.0),
-        labels,
-        weights.detach().to(accurate),
-        cross_entropy,
-        l1,
-        kl,
+        labels.contiguous(),
+        weights.detach().to(accurate).contiguous(),
+        float(cross_entropy),
+        float(l1),
+        float(kl),
         frozen.default_chunk_rows() if chunk_rows is None else chunk_rows,
     )
     inputs = [torch.where(used, hidden.to(dtype), 0.0)]

@@ -72,8 +72,8 @@ def label_columns(labels: Tensor, vocabulary: int, draft_rows: Tensor | None) ->
     known = (labels >= 0) & (labels < vocabulary)
     columns = torch.where(known, labels, 0)
     if draft_rows is not None:
-        column_of_id = torch.full((vocabulary,), -1, dtype=torch.int64, device=labels.device)
-        column_of_id[draft_rows] = torch.arange(len(draft_rows), device=labels.device)
+        numbers = torch.arange(len(draft_rows), device=labels.device)
+        column_of_id = torch.full((vocabulary,), -1, dtype=torch.int64, device=labels.device).index_copy_(0, draft_rows, numbers)
         columns = column_of_id[columns]
         known = known & (columns >= 0)
         columns = torch.where(known, columns, 0)

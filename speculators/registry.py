@@ -16,7 +16,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from speculators.errors import ConfigError
@@ -72,10 +72,11 @@ def register_algorithm(name: str, *, serving: VllmServing) -> Callable[[Speculat
 
     def decorate(cls: SpeculatorClass) -> SpeculatorClass:
         known = _ALGORITHMS.get(name)
-        if known is not None and known.speculator_class.__qualname__ != cls.__qualname__:
+        # The same module and name again is a reload, e.g. a notebook cell that was run twice.
+        if known is not None and _full_name(known.speculator_class) != _full_name(cls):
             raise ConfigError(
-                f"the method name {name!r} is already registered by {known.speculator_class.__module__}."
-                f"{known.speculator_class.__qualname__}; choose another name for {cls.__qualname__}"
+                f"the method name {name!r} is already registered by {_full_name(known.speculator_class)}; choose another name for"
+                f" {_full_name(cls)}"
             )
         cls.method = name
         summary = (cls.__doc__ or "").strip().splitlines()
@@ -85,17 +86,40 @@ def register_algorithm(name: str, *, serving: VllmServing) -> Callable[[Speculat
     return decorate
 
 
+def _full_name(cls: type[Speculator]) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
 def _load_all() -> None:
-    """Import the built-in algorithm modules and every installed third-party one, once."""
+    """Import the built-in algorithm modules and every installed third-party one, once.
+
+    Raises:
+        ConfigError: a third-party module cannot be imported.
+    """
     global _loaded
     if _loaded:
         return
-    _loaded = True
-    package = importlib.import_module("speculators.algorithms")
-    for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"speculators.algorithms.{module.name}")
-    for entry_point in entry_points(group=ENTRY_POINT_GROUP):
+    _loaded = True  # first, so that a module may look up another algorithm while it is being imported
+    try:
+        package = importlib.import_module("speculators.algorithms")
+        for module in pkgutil.iter_modules(package.__path__):
+            importlib.import_module(f"speculators.algorithms.{module.name}")
+        for entry_point in entry_points(group=ENTRY_POINT_GROUP):
+            _load_entry_point(entry_point)
+    except BaseException:
+        _loaded = False  # the next lookup says the same again, instead of working with half a registry
+        raise
+
+
+def _load_entry_point(entry_point: EntryPoint) -> None:
+    try:
         entry_point.load()
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"the installed algorithm {entry_point.name!r} ({entry_point.value}) cannot be imported: {error}; mend or uninstall its package"
+        ) from error
 
 
 def algorithms() -> dict[str, Algorithm]:

@@ -142,9 +142,9 @@ def test_numbers_are_the_same_on_64_bit_tensors_as_on_unlimited_integers(seed: i
     actual = uniform(seed, Purpose.CORRECT, torch.tensor([[0], [9]]), ROUND, torch.arange(3))
     for i, row in enumerate((0, 9)):
         for slot in range(3):
-            state = splitmix64_finalizer((row + seed + golden * (1 + Purpose.CORRECT)) & mask)
-            state = splitmix64_finalizer((state + (3 + 1) * golden) & mask)
-            state = splitmix64_finalizer((state + (slot + 1) * golden) & mask)
+            state = seed & mask
+            for part in (Purpose.CORRECT, row, 3, slot):
+                state = splitmix64_finalizer((state + (part + 1) * golden) & mask)
             assert actual[i, slot].item() == (state >> 11) / 2**53
 
 
@@ -152,6 +152,16 @@ def test_splitmix64_matches_its_published_first_outputs_for_seed_zero() -> None:
     golden, mask = 0x9E3779B97F4A7C15, (1 << 64) - 1
     outputs = [splitmix64_finalizer(golden * n & mask) for n in (1, 2, 3)]
     assert outputs == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+
+
+def test_no_two_counters_share_a_number() -> None:
+    numbers = [
+        uniform(seed, purpose, torch.arange(50)[:, None], torch.tensor(round_index), torch.arange(8))
+        for seed in range(3)
+        for purpose in Purpose
+        for round_index in range(5)
+    ]
+    assert torch.stack(numbers).unique().numel() == len(numbers) * 50 * 8
 
 
 def test_every_part_of_the_counter_gives_other_uniform_and_uncorrelated_numbers() -> None:

@@ -43,7 +43,7 @@ class Toy(Speculator):
         self.slots = nn.ModuleList(nn.Linear(2 * hidden, hidden) for _ in range(config.num_draft_tokens))
 
     @classmethod
-    def default_config(cls, verifier: VerifierWeights, *, num_draft_tokens: int = 3, tap: int = 1, draft_vocab_size: int | None = None) -> ToyConfig:
+    def default_config(cls, verifier: VerifierWeights, *, num_draft_tokens: int = 3, tap: int = 1) -> ToyConfig:
         hidden = verifier.hidden_size
         return ToyConfig(
             speculators_model_type="toy",
@@ -62,7 +62,7 @@ class Toy(Speculator):
                 proposal_methods=[ProposalMethod(speculative_tokens=num_draft_tokens)],
                 verifier=VerifierReference(name_or_path=verifier.name_or_path, architectures=list(verifier.architectures)),
             ),
-            draft_vocab_size=draft_vocab_size or verifier.vocab_size,
+            draft_vocab_size=verifier.vocab_size,
             aux_hidden_state_layer_ids=[tap],
         )
 

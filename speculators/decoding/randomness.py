@@ -38,8 +38,8 @@ def uniform(seed: int, purpose: Purpose, rows: Tensor, rounds: Tensor, slots: Te
     Returns:
         float64 in [0, 1), a multiple of 2^-53, of the broadcast shape.
     """
-    state = _mix(rows + _signed(seed + _GOLDEN * (1 + purpose)))
-    for part in (rounds, slots):
+    state = rows.new_full((), _signed(seed))
+    for part in (rows.new_full((), purpose), rows, rounds, slots):
         state = _mix(state + (part + 1) * _signed(_GOLDEN))
     return _shift_right(state, 11).double() * 2.0**-53
 

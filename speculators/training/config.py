@@ -100,7 +100,8 @@ class TrainingConfig(BaseModel):
                     reason = f"there is no such field; known are {', '.join(type(self).model_fields)}"
                 else:
                     reason = first["msg"].removeprefix("Value error, ")
-                raise ConfigError(f"training: {f'{key} = {first["input"]!r}: ' if key else ''}{reason}") from None
+                where = f"{key} = {first['input']!r}: " if key else ""
+                raise ConfigError(f"training: {where}{reason}") from None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
