@@ -36,7 +36,7 @@ types: $(VENV)/.installed-dev
 	@tools/typecheck.sh $(BIN)/python
 
 results: $(VENV)/.installed-dev
-	@$(BIN)/python benchmarks/build_results.py
+	@$(BIN)/python -m speculators.evaluation.results
 
 notebook: $(VENV)/.installed-dev
 	@mkdir -p build/notebooks

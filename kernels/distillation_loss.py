@@ -336,7 +336,7 @@ def _kernel(task: _Task, inputs: list[Tensor], with_gradient: bool) -> _Result:
             products[1] = (bias[0], bias[1].new_zeros(vocabulary, bias[1].shape[1]).index_copy(0, task.draft_rows, bias[1]))
     if bias and head.softcap is None and head.scale == 1.0:
         # Nothing comes between W h and M f: one product, summed in float32 before it is rounded.
-        features, weights = zip(*products)
+        features, weights = zip(*products, strict=True)
         products = [(torch.cat(features, dim=1), torch.cat(weights, dim=1))]
 
     def buffer() -> Tensor:
@@ -350,7 +350,7 @@ def _kernel(task: _Task, inputs: list[Tensor], with_gradient: bool) -> _Result:
     for start in range(0, rows, task.chunk_rows):
         chunk = slice(start, min(start + task.chunk_rows, rows))
         count = chunk.stop - start
-        logits = [torch.mm(features[chunk], weight.T, out=out[:count]) for (features, weight), out in zip(products, buffers)]
+        logits = [torch.mm(features[chunk], weight.T, out=out[:count]) for (features, weight), out in zip(products, buffers, strict=True)]
         teacher_logits = torch.mm(task.teacher_hidden[chunk], head.weight.T, out=teacher_buffer[:count])
         with torch.cuda.device_of(hidden):
             _distillation_kernel[(count,)](
@@ -379,7 +379,7 @@ def _kernel(task: _Task, inputs: list[Tensor], with_gradient: bool) -> _Result:
                 num_warps=8,
             )
         if with_gradient:
-            for (_, weight), logits_gradient, gradient in zip(products, logits, feature_gradients):
+            for (_, weight), logits_gradient, gradient in zip(products, logits, feature_gradients, strict=True):
                 torch.mm(logits_gradient, weight, out=gradient[chunk])
             if bias:
                 bias_head_gradient += logits[-1].T @ bias[0][chunk]
@@ -404,7 +404,7 @@ class _DistillationLoss(torch.autograd.Function):
             result = (_kernel if use_kernel else _reference)(task, [x.detach() for x in inputs], with_gradient)
         cross_entropy, l1, kl, acceptance = result.statistics.unbind()
         loss = (task.weights * (task.cross_entropy * cross_entropy + task.l1 * l1 + task.kl * kl)).sum()
-        ctx.save_for_backward(*(gradient.to(x.dtype) for gradient, x in zip(result.gradients, inputs)))
+        ctx.save_for_backward(*(gradient.to(x.dtype) for gradient, x in zip(result.gradients, inputs, strict=True)))
         ctx.mark_non_differentiable(cross_entropy, l1, kl, acceptance, result.matches)
         return loss, cross_entropy, l1, kl, acceptance, result.matches
 
@@ -487,4 +487,5 @@ def distillation_loss(
     if bias_factors is not None and bias_head is not None:
         inputs += [torch.where(used, bias_factors.to(dtype), 0.0), bias_head.to(dtype)]
     with_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    return DistillationOutput(*_DistillationLoss.apply(task, use_kernel, with_gradient, *inputs))
+    outputs = _DistillationLoss.apply(task, use_kernel, with_gradient, *inputs)  # type: ignore[no-untyped-call]
+    return DistillationOutput(*outputs)

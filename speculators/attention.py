@@ -47,7 +47,7 @@ def grouped_attention(
     rows, heads, width, _ = query.shape
     kv_heads = key.shape[1]
     groups = heads // kv_heads
-    if attention_mask is None or attention_mask.shape[1] != 1 or groups == 1 or width > _WIDEST_FOLD or "position_bias" in kwargs:
+    if attention_mask is None or attention_mask.shape[1] != 1 or width > _WIDEST_FOLD or "position_bias" in kwargs:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     folded_query = query.reshape(rows, kv_heads, groups * width, query.shape[-1])
     folded_mask = attention_mask if width == 1 else attention_mask.repeat(1, 1, groups, 1)

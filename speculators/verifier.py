@@ -65,18 +65,21 @@ class Verifier:
         self.model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self._decoder: nn.Module = self.model.get_decoder()
+        if self._decoder is model:  # transformers did not find it (Llama-4)
+            self._decoder = _child(model, ("model", "transformer"), name)
         self._layers = _child(self._decoder, ("layers", "h"), name)
         self._final_norm = _child(self._decoder, ("norm", "final_layer_norm", "final_layernorm", "ln_f"), name)
         # SDPA has neither soft-capped scores nor attention sinks; the model's own eager attention has.
-        grouped = bool(model._supports_sdpa) and not getattr(config, "attn_logit_softcapping", None)
-        model.set_attn_implementation(GROUPED_ATTENTION if grouped else "eager")
-        self._masks = AttentionMasks.from_config(config, additive=not grouped, dtype=model.dtype)
+        exact = bool(model._supports_sdpa) and not getattr(config, "attn_logit_softcapping", None)
+        self.model.set_attn_implementation(GROUPED_ATTENTION if exact else "eager")
+        # Read back, since old architectures keep the attention they were built with.
+        self._masks = AttentionMasks.from_config(config, additive=config._attn_implementation == "eager", dtype=model.dtype)
         self._head: nn.Module = self.model.get_output_embeddings()
         self._logit_scale = _factor(config, "logit_scale")  # Cohere multiplies, Granite divides
         self._logit_divisor = _factor(config, "logits_scaling")
         self._logit_softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self.weights = self._read_weights(name)
-        self._check_logits()
+        self._check_against_model()
 
     @classmethod
     def from_pretrained(
@@ -285,19 +288,30 @@ class Verifier:
             config=config.to_dict(),
         )
 
-    @torch.no_grad()
-    def _check_logits(self) -> None:
-        """Refuse a model whose logits are not head(final norm(residual stream)) with the factors known here."""
+    @torch.inference_mode()
+    def _check_against_model(self) -> None:
+        """Run six tokens through the model itself and through our head, cache and masks; refuse a model where they disagree."""
         if self.device.type == "meta":
             return
+        name, input_ids = self.weights.name_or_path, torch.arange(6, device=self.device)[None]
         with self._residual_streams(torch.empty(0), ()) as last:
-            expected = self.model(input_ids=torch.zeros((1, 2), dtype=torch.int64, device=self.device), use_cache=False).logits
-        actual = self.logits(last[0]).to(expected)
-        if not torch.allclose(actual, expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max()), equal_nan=True):
-            raise CheckpointError(
-                f"{self.weights.name_or_path!r} ({type(self.model).__name__}) computes its logits in a way this library does not know;"
-                " choose a model whose head follows its final norm"
-            )
+            expected = self.model(input_ids=input_ids, use_cache=False).logits.float()
+        if _relative_error(self.logits(last[0]), expected) > 1e-2:
+            raise CheckpointError(f"{name!r} has logits that are not those of its head after its final norm; choose another verifier")
+        cache = self.new_cache(1, 10)
+        try:
+            begin = self.forward(input_ids[:, :4], cache)  # the fourth token is then rolled back
+            cache.lengths.fill_(3)
+            states = torch.cat([begin.last_hidden_state[:, :3], self.forward(input_ids[:, 3:], cache).last_hidden_state], dim=1)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{name!r} ({type(self.model).__name__}) does not run with a cache of this library: {error}") from error
+        # Rounding in 16 bits moves logits by a few percent, a wrong mask or position by as much as they are.
+        if _relative_error(self.logits(states), expected) > (1e-3 if self.dtype == torch.float32 else 0.25):
+            raise CheckpointError(f"{name!r} ({type(self.model).__name__}) computes other logits with a cache of this library than alone")
+
+
+def _relative_error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.to(expected) - expected).norm() / expected.norm().clamp_min(1e-20))
 
 
 def _factor(config: Any, key: str) -> float:

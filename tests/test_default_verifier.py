@@ -50,7 +50,7 @@ def test_it_is_smollm2_135m_with_the_weights_the_drafters_were_trained_on(defaul
     assert sum(parameter.numel() for parameter in weights.values()) == 134_515_008
     # float32 holds the stored bfloat16 values exactly, so the same digest comes out.
     assert default_verifier.dtype == torch.float32
-    assert module.weights_sha256({name: tensor.to(torch.bfloat16) for name, tensor in weights.items()}) == WEIGHTS_SHA256
+    assert module.tensors_sha256({name: tensor.to(torch.bfloat16) for name, tensor in weights.items()}) == WEIGHTS_SHA256
 
 
 def test_its_chat_template_adds_a_system_prompt_and_replies_end_with_token_2(default_verifier: Verifier) -> None:

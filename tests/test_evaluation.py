@@ -25,10 +25,11 @@ from speculators.verifier import Verifier
 
 # C15: g = 3; in the fourth round the second draft is an accepted stop token, so 2 of 2 count and there is no bonus.
 C15_ROUNDS = [Round(3, 2, 3), Round(3, 0, 1), Round(3, 3, 4), Round(2, 2, 2)]
-ROW_KEYS = (
-    "method checkpoint prompts k temperature acceptance_length acceptance_by_position conditional_acceptance_by_position"
-    " tokens_per_second baseline_tokens_per_second speedup token_identical near_ties degenerate_prompts parameters kind"
-).split()
+ROW_KEYS = [
+    *("method", "checkpoint", "prompts", "k", "temperature", "acceptance_length", "acceptance_by_position"),
+    *("conditional_acceptance_by_position", "tokens_per_second", "baseline_tokens_per_second", "speedup"),
+    *("token_identical", "near_ties", "degenerate_prompts", "parameters", "kind"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -109,13 +109,14 @@ def test_greedy_output_with_a_repetition_penalty_equals_transformers_generate(dr
 
 SMALL_VOCABULARY = 8
 SMALL_PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 0, 2], [6], [1, 2, 1, 2]]
-DRAWS = 100_000
+DRAWS, ROWS = 100_000, 20000  # rows decoded in all, and at once
 SAMPLERS = {"temperature 1": {"temperature": 1.0}, "temperature 0.7, top-p 0.8": {"temperature": 0.7, "top_p": 0.8}}
 
 
 @cache
 def small_verifier() -> Verifier:
-    small = tiny_verifier("llama", seed=1, vocab_size=SMALL_VOCABULARY, layers=1)
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 1, "num_key_value_heads": 1}
+    small = tiny_verifier("llama", seed=1, vocab_size=SMALL_VOCABULARY, layers=1, **shape)
     logits = small.logits(torch.randn(1000, small.hidden_size, generator=torch.Generator().manual_seed(0)))
     with torch.no_grad():
         small.weights.head.mul_(1.5 / logits.std())  # neither uniform nor certain
@@ -155,16 +156,16 @@ def exact_joint(sampler: str) -> Tensor:
 
 def p_value_of_tokens_2_to_4(sampler: str, drafter: Drafter | None) -> float:
     """Chi-square test of the joint of reply tokens 2 to 4, summed over the prompts, from `DRAWS` rows of the full engine."""
-    prompts = SMALL_PROMPTS * (DRAWS // len(SMALL_PROMPTS))
-    params = SamplingParams(**SAMPLERS[sampler], max_new_tokens=5, ignore_eos=True, seed=1)
-    replies = torch.tensor(generate(small_verifier(), drafter, prompts, params, num_draft_tokens=3).token_ids)
-    cells = (replies[:, 1] * SMALL_VOCABULARY + replies[:, 2]) * SMALL_VOCABULARY + replies[:, 3]
-    statistic, freedom = 0.0, 0
-    for prompt, expected in enumerate(exact_joint(sampler)):
-        counts = cells[prompt :: len(SMALL_PROMPTS)].bincount(minlength=SMALL_VOCABULARY**3)
-        one_statistic, one_freedom = chi_square(counts, expected)
-        statistic, freedom = statistic + one_statistic, freedom + one_freedom
-    return chi_square_survival(statistic, freedom)
+    counts = torch.zeros(len(SMALL_PROMPTS), SMALL_VOCABULARY**3, dtype=torch.int64)
+    for seed in range(DRAWS // ROWS):
+        params = SamplingParams(**SAMPLERS[sampler], max_new_tokens=5, ignore_eos=True, seed=seed)
+        prompts = SMALL_PROMPTS * (ROWS // len(SMALL_PROMPTS))
+        replies = torch.tensor(generate(small_verifier(), drafter, prompts, params, num_draft_tokens=3).token_ids)
+        cells = (replies[:, 1] * SMALL_VOCABULARY + replies[:, 2]) * SMALL_VOCABULARY + replies[:, 3]
+        for prompt in range(len(SMALL_PROMPTS)):
+            counts[prompt] += cells[prompt :: len(SMALL_PROMPTS)].bincount(minlength=SMALL_VOCABULARY**3)
+    tests = [chi_square(observed, expected) for observed, expected in zip(counts, exact_joint(sampler), strict=True)]
+    return chi_square_survival(sum(statistic for statistic, _ in tests), sum(freedom for _, freedom in tests))
 
 
 def block_drafter() -> BlockTable:

@@ -41,8 +41,7 @@ def run(verifier: Verifier, rows: Any, **fields: Any) -> tuple[Speculator, list[
 
 
 def assert_same_weights(first: Speculator, second: Speculator, **tolerance: float) -> None:
-    for name, tensor in first.state_dict().items():
-        torch.testing.assert_close(second.state_dict()[name], tensor, **{"rtol": 0.0, "atol": 0.0, **tolerance}, msg=lambda m, n=name: f"{n}: {m}")
+    torch.testing.assert_close(second.state_dict(), first.state_dict(), **{"rtol": 0.0, "atol": 0.0, **tolerance})
 
 
 # -- schedule and order --------------------------------------------------------------------------------------------
@@ -345,7 +344,6 @@ def test_the_log_names_the_kind_of_every_number_and_has_it_by_position(verifier:
     fresh = get_algorithm("toy").speculator_class.from_verifier(verifier.weights)
     loss = fresh.training_loss(hidden_state_source(verifier, (1,), held_out).batch(torch.arange(3))).loss
     assert records[0]["loss"] == pytest.approx(loss.item(), rel=1e-5)
-    assert records[0]["loss"] > records[-1]["loss"] or records[1]["loss"] > records[4]["loss"]
 
 
 def test_evaluating_does_not_change_the_run_and_draws_the_same_anchors_every_time(verifier: Verifier) -> None:

@@ -14,6 +14,7 @@ from transformers import (
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    PhiConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen3Config,
@@ -46,6 +47,7 @@ _CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
         },
     ),
     "cohere": (CohereConfig, {"logit_scale": 0.25}),
+    "phi": (PhiConfig, {}),
     "granite": (GraniteConfig, {"logits_scaling": 3.0, "embedding_multiplier": 7.0, "residual_multiplier": 0.5}),
 }
 # Families that alternate window and full layers need both kinds within few layers.
@@ -58,7 +60,7 @@ def tiny_model(
     """A random model of hidden size 32 with 4 query heads over 2 K/V heads.
 
     Args:
-        family: one of FAMILIES, or "gemma2", "cohere", "granite".
+        family: one of FAMILIES, or "gemma2", "cohere", "granite", "phi" (a head with bias).
         seed: of the weights.
         vocab_size: number of tokens.
         layers: decoder layers.
@@ -86,7 +88,7 @@ def tiny_model(
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         for name, parameter in model.named_parameters():
-            if "norm" in name:  # transformers starts norms at the identity, which would hide a wrong or missing one
+            if "norm" in name or name.endswith("bias"):  # transformers starts them at one and zero, which would hide a missing one
                 parameter.data.add_(0.3 * torch.randn_like(parameter))
     return model.eval()
 

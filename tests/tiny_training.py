@@ -51,15 +51,11 @@ def tiny_config(**fields: Any) -> TrainingConfig:
     return TrainingConfig(**chosen)
 
 
+_BLOCK: dict[str, Any] = {"num_layers": 1, "num_draft_tokens": 3, "aux_hidden_state_layer_ids": [1, 2], "mask_token_id": 3}
+
+# Options of drafters that fit the tiny verifiers.
 DRAFTERS: dict[str, dict[str, Any]] = {
     "toy": {},
-    "dflash": {"num_layers": 1, "num_draft_tokens": 3, "aux_hidden_state_layer_ids": [1, 2], "mask_token_id": 3, "training": {"anchors": 4}},
-    "dspark": {
-        "num_layers": 1,
-        "num_draft_tokens": 3,
-        "aux_hidden_state_layer_ids": [1, 2],
-        "mask_token_id": 3,
-        "markov_rank": 4,
-        "training": {"anchors": 4},
-    },
+    "dflash": {**_BLOCK, "training": {"anchors": 4}},
+    "dspark": {**_BLOCK, "training": {"anchors": 4}, "markov_rank": 4},
 }

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-
 import torch
 from pydantic import Field
 from torch import Tensor, nn
@@ -78,7 +77,9 @@ class Toy(Speculator):
         anchors = torch.arange(1, length - count, device=batch.input_ids.device)
         labels_at = anchors[:, None] + torch.arange(1, count + 1, device=anchors.device)
         documents = batch.document_ids
-        same = (documents[:, anchors] == documents[:, anchors - 1])[..., None] & (documents[:, labels_at] == documents[:, anchors][..., None])
+        same = (documents[:, anchors] == documents[:, anchors - 1])[..., None] & (
+            documents[:, labels_at] == documents[:, anchors][..., None]
+        )
         mask = (same & batch.loss_mask[:, labels_at]).float()
         logits = self.draft_logits(self.slot_hidden(batch.hidden_states[:, anchors - 1], batch.input_ids[:, anchors])).float()
         labels = batch.input_ids[:, labels_at]
@@ -109,5 +110,3 @@ class Toy(Speculator):
         hidden = self.slot_hidden(state.newest, anchor)[:, :num_draft_tokens]
         sampler.draw_block(self.to_verifier_vocabulary(self.draft_logits(hidden)))
         return sampler.proposal()
-
-

@@ -9,13 +9,4 @@ from speculators.checkpoint.native import load, read_config, save
 from speculators.checkpoint.shared import embedding_sha256
 from speculators.checkpoint.storage import weight_files, weights_sha256
 
-__all__ = [
-    "Acceptance",
-    "ModelCard",
-    "embedding_sha256",
-    "load",
-    "read_config",
-    "save",
-    "weight_files",
-    "weights_sha256",
-]
+__all__ = ["Acceptance", "ModelCard", "embedding_sha256", "load", "read_config", "save", "weight_files", "weights_sha256"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
@@ -88,13 +88,7 @@ class ModelCard:
     tags: tuple[str, ...] = ()
 
 
-def render_card(
-    card: ModelCard,
-    speculator: Speculator,
-    form: str,
-    weights_sha256: Mapping[str, str],
-    dtype: str,
-) -> str:
+def render_card(card: ModelCard, speculator: Speculator, form: str, weights_sha256: Mapping[str, str], dtype: str) -> str:
     """The text of README.md.
 
     Args:
@@ -125,11 +119,7 @@ def render_card(
 
 def _front_matter(card: ModelCard, method: str, base_model: str) -> str:
     # A JSON string is a valid YAML string, whatever it holds.
-    lines = [
-        f"base_model: {json.dumps(base_model)}",
-        'library_name: "unified-speculators"',
-        'pipeline_tag: "text-generation"',
-    ]
+    lines = [f"base_model: {json.dumps(base_model)}", 'library_name: "unified-speculators"', 'pipeline_tag: "text-generation"']
     if card.license:
         lines.append(f"license: {json.dumps(card.license)}")
     tags = dict.fromkeys(("speculative-decoding", "speculators", method, *card.tags))
@@ -137,7 +127,7 @@ def _front_matter(card: ModelCard, method: str, base_model: str) -> str:
     return "\n".join(["---", *lines, "---"])
 
 
-def _table(rows: list[tuple[str, ...]]) -> str:
+def _table(rows: Sequence[tuple[str, ...]]) -> str:
     head, *body = [f"| {' | '.join(cell.replace('|', chr(92) + '|').replace(chr(10), ' ') for cell in row)} |" for row in rows]
     return "\n".join([head, "|" + " --- |" * len(rows[0]), *body])
 
@@ -150,22 +140,10 @@ def _overview(speculator: Speculator, trained_for: str, form: str, dtype: str) -
         ("verifier", trained_for),
         ("draft tokens a round (K)", str(speculator.default_draft_tokens)),
         (config.aux_layer_key, ", ".join(map(str, config.tapped_layers)) or "none"),
-        (
-            "layers x hidden size x MLP width",
-            f"{layers.num_hidden_layers} x {layers.hidden_size} x {layers.intermediate_size}",
-        ),
-        (
-            "draft vocabulary",
-            f"{config.draft_vocab_size} of {config.vocab_size} tokens",
-        ),
-        (
-            "parameters",
-            f"{sum(parameter.numel() for parameter in speculator.parameters()):,}",
-        ),
-        (
-            "stored as",
-            f"{dtype}, {form} form" + (": what equals the verifier's is left out" if form == "compact" else ""),
-        ),
+        ("layers x hidden size x MLP width", f"{layers.num_hidden_layers} x {layers.hidden_size} x {layers.intermediate_size}"),
+        ("draft vocabulary", f"{config.draft_vocab_size} of {config.vocab_size} tokens"),
+        ("parameters", f"{sum(parameter.numel() for parameter in speculator.parameters()):,}"),
+        ("stored as", f"{dtype}, {form} form" + (": what equals the verifier's is left out" if form == "compact" else "")),
     ]
     return f"## Overview\n\n{_table(rows)}"
 
@@ -198,29 +176,13 @@ def _acceptance_tables(rows: tuple[Acceptance, ...]) -> list[str]:
     """One table a kind."""
     tables = []
     for kind in dict.fromkeys(row.kind for row in rows):
-        cells = [
-            (
-                "prompts",
-                "K",
-                "temperature",
-                f"acceptance length ({kind})",
-                f"accepted by position ({kind})",
-                f"speed-up ({kind})",
-            )
-        ]
+        cells = [("prompts", "K", "temperature", f"acceptance length ({kind})", f"accepted by position ({kind})", f"speed-up ({kind})")]
         for row in rows:
             if row.kind == kind:
                 by_position = " ".join(f"{share:.2f}" for share in row.by_position)
                 speedup = "" if row.speedup is None else f"{row.speedup:.2f}x"
                 cells.append(
-                    (
-                        row.prompts,
-                        str(row.num_draft_tokens),
-                        f"{row.temperature:g}",
-                        f"{row.acceptance_length:.2f}",
-                        by_position,
-                        speedup,
-                    )
+                    (row.prompts, str(row.num_draft_tokens), f"{row.temperature:g}", f"{row.acceptance_length:.2f}", by_position, speedup)
                 )
         tables.append(f"## Acceptance ({kind})\n\nThese numbers are {kind}: {_KINDS[kind]}. The bonus token counts.\n\n{_table(cells)}")
     return tables
@@ -242,12 +204,7 @@ def _loading(card: ModelCard, speculator: Speculator, trained_for: str, base_mod
     serving = get_algorithm(speculator.method).serving
     if serving.method is None:
         return f"## Use\n\n{python}\n\nvLLM has no drafter of its own for this method."
-    settings = {
-        "method": serving.method,
-        "model": checkpoint,
-        "num_speculative_tokens": speculator.default_draft_tokens,
-        **serving.options,
-    }
+    settings = {"method": serving.method, "model": checkpoint, "num_speculative_tokens": speculator.default_draft_tokens, **serving.options}
     runner = "" if "V1" in serving.runners else "VLLM_USE_V2_MODEL_RUNNER=1 "
     command = f"{runner}vllm serve {shlex.quote(base_model)} --speculative-config {shlex.quote(json.dumps(settings))}"
     return f"## Use\n\n{python}\n\n```bash\n{command}\n```"

@@ -11,15 +11,7 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from speculators.checkpoint.card import MARKER, ModelCard, render_card
-from speculators.checkpoint.shared import (
-    EMBEDDING,
-    HEAD,
-    SHARED_NAMES,
-    check_embedding_hash,
-    compact_form,
-    full_form,
-    verifier_tensor,
-)
+from speculators.checkpoint.shared import EMBEDDING, HEAD, SHARED_NAMES, check_embedding_hash, compact_form, full_form, verifier_tensor
 from speculators.checkpoint.storage import (
     CARD_FILE,
     CONFIG_FILE,
@@ -34,23 +26,14 @@ from speculators.checkpoint.storage import (
     write_json,
     write_tensors,
 )
-from speculators.checkpoint.validation import (
-    check_rope_spellings,
-    derive_t2d,
-    skeleton,
-    validate,
-)
+from speculators.checkpoint.validation import check_rope_spellings, derive_t2d, skeleton, validate
 from speculators.config import FORMAT_VERSION, SpeculatorConfig
 from speculators.errors import CheckpointError, ConfigError
 from speculators.registry import get_algorithm
 from speculators.speculator import Speculator, VerifierWeights
 
 Form = Literal["full", "compact"]
-STORED_DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-}
+STORED_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 EXTRA_KEY = "unified_speculators"  # our own keys of config.json; readers of the format tolerate unknown ones
 _HASH_KEY = "verifier_embedding_sha256"
 # Keys that only one of the two layer families (Llama, Qwen3) has: written only when something set them.
@@ -105,13 +88,7 @@ def save(
     data = _config_to_write(speculator, dtype, embedding_hash)
     config = _parse(type(speculator).config_class, data, folder / CONFIG_FILE)
     verifier = speculator.verifier if speculator.is_attached else None
-    validate(
-        config,
-        tensors,
-        verifier,
-        folder=folder,
-        optional=SHARED_NAMES if form == "compact" else (),
-    )
+    validate(config, tensors, verifier, folder=folder, optional=SHARED_NAMES if form == "compact" else ())
     with staged_folder(folder) as staged:
         write_tensors(staged, tensors, max_shard_bytes)
         if card is not None or _may_write_card(folder / CARD_FILE):
@@ -148,27 +125,15 @@ def _config_to_write(speculator: Speculator, dtype: str, embedding_hash: str | N
     data["dtype"] = dtype
     if "torch_dtype" in data:  # the older spelling, in files that came with it
         data["torch_dtype"] = dtype
-    layers, set_by_source = (
-        data["transformer_layer_config"],
-        config.layers.model_fields_set,
-    )
-    for key in (
-        *_FOREIGN_KEYS,
-        *(key for key in _FAMILY_KEYS if key not in set_by_source),
-    ):
+    layers, set_by_source = (data["transformer_layer_config"], config.layers.model_fields_set)
+    for key in (*_FOREIGN_KEYS, *(key for key in _FAMILY_KEYS if key not in set_by_source)):
         layers.pop(key, None)
     _write_both_rope_spellings(layers)
     reference = data["speculators_config"]["verifier"]
     if reference["name_or_path"] is None:
         if not speculator.is_attached:
             key = "speculators_config.verifier.name_or_path"
-            raise problem(
-                CONFIG_FILE,
-                key,
-                None,
-                "engines load the verifier by this name",
-                "attach the verifier before saving",
-            )
+            raise problem(CONFIG_FILE, key, None, "engines load the verifier by this name", "attach the verifier before saving")
         reference["name_or_path"] = speculator.verifier.name_or_path
     if not reference["architectures"] and speculator.is_attached:
         reference["architectures"] = list(speculator.verifier.architectures)
@@ -255,7 +220,8 @@ def load(
         stored.tensors,
         verifier,
         folder=folder,
-        files={name: stored.file_of(name) for name in stored.tensors},
+        files=stored.files,
+        main_file=stored.main_file,
         optional=SHARED_NAMES if embedding_hash is not None else (),
     )
     speculator = _build(config)
@@ -278,10 +244,7 @@ def _read_config(folder: Path, verifier: VerifierWeights | None = None) -> Specu
     except ConfigError as error:
         raise CheckpointError(f"{file}: speculators_model_type = {method!r}: {error}; install the package that registers it") from None
     if data.get(config_class.aux_layer_key) is None and verifier is not None:
-        data = {
-            **data,
-            config_class.aux_layer_key: _default_taps(verifier.num_layers, config_class.aux_layer_key, file),
-        }
+        data = {**data, config_class.aux_layer_key: _default_taps(verifier.num_layers, config_class.aux_layer_key, file)}
     config = _parse(config_class, data, file)
     check_rope_spellings(config, file)
     return config
@@ -310,21 +273,9 @@ def _compact_hash(config: SpeculatorConfig, file: Path) -> str | None:
         return None
     digest = extra.get(_HASH_KEY)
     if extra["form"] != "compact":
-        raise problem(
-            file,
-            f"{EXTRA_KEY}.form",
-            repr(extra["form"]),
-            "the forms are 'full' and 'compact'",
-            "correct this key",
-        )
+        raise problem(file, f"{EXTRA_KEY}.form", repr(extra["form"]), "the forms are 'full' and 'compact'", "correct this key")
     if not isinstance(digest, str):
-        raise problem(
-            file,
-            f"{EXTRA_KEY}.{_HASH_KEY}",
-            repr(digest),
-            "the compact form records it",
-            "save the checkpoint again",
-        )
+        raise problem(file, f"{EXTRA_KEY}.{_HASH_KEY}", repr(digest), "the compact form records it", "save the checkpoint again")
     return digest
 
 
@@ -343,10 +294,7 @@ def _fill(
 ) -> None:
     """Put the stored tensors into the speculator, those that the compact form left out from the verifier."""
     if verifier is not None:
-        device, dtype = (
-            device or verifier.embedding.device,
-            dtype or verifier.embedding.dtype,
-        )
+        device, dtype = (device or verifier.embedding.device, dtype or verifier.embedding.dtype)
     device, dtype = device or torch.device("cpu"), dtype or _widest(stored.tensors)
     tensors = dict(stored.tensors)
     expected = speculator.state_dict()
@@ -363,13 +311,7 @@ def _fill(
         ready[name] = tensor.detach().to(device=device, dtype=kind, copy=True)
         if tensor.is_floating_point() and kind != tensor.dtype and not bool(torch.isfinite(ready[name]).all()):
             rule = f"its values leave the range of {str(dtype).removeprefix('torch.')}"
-            raise problem(
-                stored.file_of(name),
-                name,
-                f"up to {float(tensor.abs().max()):.3g}",
-                rule,
-                "load it in bfloat16 or float32",
-            )
+            raise problem(stored.file_of(name), name, f"up to {float(tensor.abs().max()):.3g}", rule, "load it in bfloat16 or float32")
     speculator.load_state_dict(ready, assign=True)
     speculator.to(device)
     speculator.unchecked_shared_tensors = {name: tensor.clone() for name, tensor in borrowed.items()}

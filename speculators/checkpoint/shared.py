@@ -38,7 +38,7 @@ def embedding_sha256(table: Tensor) -> str:
         return str(known[1])
     digest = hashlib.sha256()
     for rows in _row_chunks(table):
-        digest.update(rows.to(torch.bfloat16).cpu().contiguous().view(torch.uint8).numpy())
+        digest.update(rows.to(torch.bfloat16).cpu().contiguous().view(torch.uint8).numpy().data)
     _digests[table] = (version, digest.hexdigest())
     return digest.hexdigest()
 
@@ -140,7 +140,7 @@ def _borrowed(speculator: Speculator, name: str, own: Mapping[str, Tensor]) -> T
     if name in speculator.unchecked_shared_tensors:
         return speculator.unchecked_shared_tensors[name]
     raise CheckpointError(
-        f"form = 'full' stores the verifier's {name} with a {speculator.method} speculator, and no verifier is attached: attach it first"
+        f"form = 'full' stores the verifier's {name} with this {speculator.method} speculator, and no verifier is attached: attach it first"
     )
 
 
@@ -160,12 +160,7 @@ def check_embedding_hash(expected: str, made_for: str | None, verifier: Verifier
     )
 
 
-def check_shared_tensors(
-    stored: Mapping[str, Tensor],
-    made_for: str | None,
-    verifier: VerifierWeights,
-    t2d: Tensor | None,
-) -> None:
+def check_shared_tensors(stored: Mapping[str, Tensor], made_for: str | None, verifier: VerifierWeights, t2d: Tensor | None) -> None:
     """Refuse a verifier whose embedding or head is not the one that a full checkpoint repeats.
 
     Args:

@@ -38,12 +38,7 @@ WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 DEFAULT_SHARD_BYTES = 5_000_000_000
 _WEIGHTS_NAME = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
-_PICKLE_NAMES = (
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-    "model.pt",
-    "pytorch_model.pt",
-)
+_PICKLE_NAMES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt", "pytorch_model.pt")
 
 
 def problem(file: Path | str, key: str, value: object, rule: str, remedy: str) -> CheckpointError:
@@ -69,13 +64,7 @@ def resolve(path_or_repo: str | Path, revision: str | None = None) -> Path:
         raise CheckpointError(f"{path_or_repo} does not exist: name a checkpoint folder or a Hub repository (owner/name)")
     repository = str(path_or_repo)
     try:
-        return Path(
-            snapshot_download(
-                repository,
-                revision=revision,
-                allow_patterns=["*.json", "*.safetensors", "*.md"],
-            )
-        )
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=["*.json", "*.safetensors", "*.md"]))
     except RevisionNotFoundError:
         reason = f"the Hub repository has no revision {revision!r}"
     except GatedRepoError:
@@ -161,49 +150,27 @@ def read_tensors(folder: Path) -> StoredTensors:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise problem(
-            index,
-            "weight_map",
-            weight_map,
-            "an index maps every tensor's name to its shard",
-            "copy or download the checkpoint again",
+            index, "weight_map", weight_map, "an index maps every tensor's name to its shard", "copy or download the checkpoint again"
         )
     tensors, files = {}, {}
     for shard in sorted({str(name) for name in weight_map.values()}):
         if Path(shard).name != shard:
             raise problem(
-                index,
-                "weight_map",
-                repr(shard),
-                "a shard is a file of this folder",
-                "use an index whose entries are plain file names",
+                index, "weight_map", repr(shard), "a shard is a file of this folder", "use an index whose entries are plain file names"
             )
         file = folder / shard
         if not file.is_file():
-            raise problem(
-                index,
-                "weight_map",
-                repr(shard),
-                "this shard is missing from the folder",
-                "copy or download it again",
-            )
+            raise problem(index, "weight_map", repr(shard), "this shard is missing from the folder", "copy or download it again")
         for name, tensor in _read_file(file).items():
             if weight_map.get(name) != shard:
                 raise problem(
-                    file,
-                    name,
-                    f"in {shard}",
-                    f"the index puts it in {weight_map.get(name)}",
-                    "copy or download the checkpoint again",
+                    file, name, f"in {shard}", f"the index puts it in {weight_map.get(name)}", "copy or download the checkpoint again"
                 )
             tensors[name], files[name] = tensor, file
     lost = sorted(set(weight_map) - set(tensors))
     if lost:
         raise problem(
-            index,
-            lost[0],
-            repr(weight_map[lost[0]]),
-            "that shard does not hold this tensor",
-            "copy or download the checkpoint again",
+            index, lost[0], repr(weight_map[lost[0]]), "that shard does not hold this tensor", "copy or download the checkpoint again"
         )
     return StoredTensors(tensors, files, index)
 
@@ -248,10 +215,7 @@ def weights_sha256(folder: str | Path) -> dict[str, str]:
 
 def write_json(file: Path, data: Mapping[str, Any]) -> None:
     """Write a JSON object with sorted keys and two spaces of indentation, as transformers does."""
-    file.write_text(
-        json.dumps(data, indent=2, sort_keys=True, allow_nan=False) + "\n",
-        encoding="utf-8",
-    )
+    file.write_text(json.dumps(data, indent=2, sort_keys=True, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor], max_shard_bytes: int) -> None:
@@ -276,16 +240,9 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], max_shard_bytes: 
         )
     split = split_torch_state_dict_into_shards(dict(tensors), max_shard_size=room)
     for name, members in split.filename_to_tensors.items():
-        save_file(
-            {member: tensors[member] for member in members},
-            folder / name,
-            metadata={"format": "pt"},
-        )
+        save_file({member: tensors[member] for member in members}, folder / name, metadata={"format": "pt"})
     if split.is_sharded:
-        write_json(
-            folder / INDEX_FILE,
-            {"metadata": split.metadata, "weight_map": split.tensor_to_filename},
-        )
+        write_json(folder / INDEX_FILE, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
 
 
 @contextmanager
@@ -326,10 +283,7 @@ def _flush(folder: Path) -> None:
 def _replace_files(staged: Path, target: Path) -> None:
     """Move every staged file over its namesake; undo everything when a step fails."""
     # config.json goes last: a reader that finds the new one finds everything it speaks of.
-    names = sorted(
-        (file.name for file in staged.iterdir()),
-        key=lambda name: (name == CONFIG_FILE, name),
-    )
+    names = sorted((file.name for file in staged.iterdir()), key=lambda name: (name == CONFIG_FILE, name))
     obsolete = [file.name for file in weight_files(target) if file.name not in names]
     previous = staged / "previous"
     previous.mkdir()

@@ -42,6 +42,7 @@ def validate(
     *,
     folder: Path,
     files: Mapping[str, Path] | None = None,
+    main_file: Path | None = None,
     optional: tuple[str, ...] = (),
 ) -> None:
     """Check what the configuration's own validation cannot: tensors against configuration, both against the verifier.
@@ -51,7 +52,8 @@ def validate(
         tensors: everything the checkpoint holds, verifier tensors included.
         verifier: None when it is not known.
         folder: where the checkpoint lies; named in messages.
-        files: which file holds each tensor; `model.safetensors` where it is not said.
+        files: which file holds each tensor; `main_file` where it is not said.
+        main_file: the file to name when a tensor is missing; None for `model.safetensors`.
         optional: expected tensors that may be absent (what the compact form leaves out).
 
     Raises:
@@ -60,16 +62,20 @@ def validate(
     check_mask_token(config, verifier, folder / CONFIG_FILE)
     check_rope_spellings(config, folder / CONFIG_FILE)
     files = files or {}
-    default_file = folder / WEIGHTS_FILE
+    default_file = main_file or folder / WEIGHTS_FILE
     expected = dict(skeleton(config, folder / CONFIG_FILE).state_dict())
     check_fusion_width(config, tensors, files.get("fc.weight", default_file))
     check_names(config, tensors, expected, files, default_file, optional)
     allowed = expected | {name: _shared_tensor(config, name) for name in SHARED_NAMES if name not in expected}
+    mapping = [name for name in ("t2d", "d2t") if name in tensors]
+    for name in mapping:  # first, because a wrong mapping explains a head of the wrong size
+        check_tensor(name, tensors[name], allowed[name], files.get(name, default_file))
+    if mapping:
+        file = files.get("d2t", default_file)
+        t2d = tensors["t2d"] if "t2d" in tensors else derive_t2d(config, tensors["d2t"], file)
+        check_vocabulary_mapping(t2d, tensors["d2t"], config.draft_vocab_size, file)
     for name, tensor in tensors.items():
         check_tensor(name, tensor, allowed[name], files.get(name, default_file))
-    if "d2t" in tensors:
-        t2d = tensors["t2d"] if "t2d" in tensors else derive_t2d(config, tensors["d2t"], files.get("d2t", default_file))
-        check_vocabulary_mapping(t2d, tensors["d2t"], config.draft_vocab_size, files.get("d2t", default_file))
 
 
 def _shared_tensor(config: SpeculatorConfig, name: str) -> Tensor:
@@ -104,13 +110,7 @@ def check_mask_token(config: SpeculatorConfig, verifier: VerifierWeights | None,
             remedy,
         )
     if mask_id == verifier.config.get("pad_token_id"):
-        raise problem(
-            file,
-            "mask_token_id",
-            mask_id,
-            f"it must not be the pad token of {verifier.name_or_path!r}",
-            remedy,
-        )
+        raise problem(file, "mask_token_id", mask_id, f"it must not be the pad token of {verifier.name_or_path!r}", remedy)
 
 
 def check_rope_spellings(config: SpeculatorConfig, file: Path) -> None:
@@ -123,13 +123,7 @@ def check_rope_spellings(config: SpeculatorConfig, file: Path) -> None:
     new = config.layers.rope_parameters["rope_theta"]
     if old is not None and float(old) != float(new):
         rule = f"it contradicts rope_parameters.rope_theta = {new}, and engines read one or the other"
-        raise problem(
-            file,
-            "transformer_layer_config.rope_theta",
-            old,
-            rule,
-            "keep the value the drafter was trained with in both",
-        )
+        raise problem(file, "transformer_layer_config.rope_theta", old, rule, "keep the value the drafter was trained with in both")
 
 
 def check_fusion_width(config: SpeculatorConfig, tensors: Mapping[str, Tensor], file: Path) -> None:
@@ -143,13 +137,7 @@ def check_fusion_width(config: SpeculatorConfig, tensors: Mapping[str, Tensor], 
     if fc is None or fc.ndim != 2 or not taps or fc.shape[1] == len(taps) * hidden:
         return
     rule = f"{len(taps)} taps {taps} of hidden size {hidden} need {len(taps) * hidden} input columns, not {fc.shape[1]}"
-    raise problem(
-        file,
-        "fc.weight",
-        _shape(fc),
-        rule,
-        f"correct {config.aux_layer_key} or target_hidden_size in {CONFIG_FILE}",
-    )
+    raise problem(file, "fc.weight", _shape(fc), rule, f"correct {config.aux_layer_key} or target_hidden_size in {CONFIG_FILE}")
 
 
 def check_names(
@@ -173,23 +161,11 @@ def check_names(
     if missing:
         also = f", and unexpectedly holds {_some(unexpected)}" if unexpected else ""
         rule = f"a {method} speculator with this {CONFIG_FILE} needs every one of its tensors{also}"
-        raise problem(
-            next(iter(files.values()), default_file),
-            _some(missing),
-            "missing",
-            rule,
-            _AGAIN,
-        )
+        raise problem(default_file, _some(missing), "missing", rule, _AGAIN)
     if unexpected:
         rule = f"a {method} speculator with this {CONFIG_FILE} has no such tensor"
         remedy = f"correct speculators_model_type or the sizes in {CONFIG_FILE}, or remove the tensor"
-        raise problem(
-            files.get(unexpected[0], default_file),
-            _some(unexpected),
-            _shape(tensors[unexpected[0]]),
-            rule,
-            remedy,
-        )
+        raise problem(files.get(unexpected[0], default_file), _some(unexpected), _shape(tensors[unexpected[0]]), rule, remedy)
 
 
 def check_tensor(name: str, tensor: Tensor, expected: Tensor, file: Path) -> None:
@@ -200,30 +176,18 @@ def check_tensor(name: str, tensor: Tensor, expected: Tensor, file: Path) -> Non
     """
     if tensor.shape != expected.shape:
         rule = f"this {CONFIG_FILE} makes it {_shape(expected)}"
-        raise problem(file, name, _shape(tensor), rule, f"correct {CONFIG_FILE} or {_AGAIN}")
+        raise problem(file, name, _shape(tensor), rule, f"correct {CONFIG_FILE} or take the weights that belong to it")
     dtype = str(tensor.dtype).removeprefix("torch.")
     if expected.dtype.is_floating_point:
         if tensor.dtype not in FLOAT_DTYPES:
             names = ", ".join(str(kind).removeprefix("torch.") for kind in FLOAT_DTYPES)
-            raise problem(
-                file,
-                name,
-                dtype,
-                f"weights are stored as {names}",
-                "store it unquantised",
-            )
+            raise problem(file, name, dtype, f"weights are stored as {names}", "store it unquantised")
         finite = torch.isfinite(tensor)
         if not bool(finite.all()):
             position = (~finite).nonzero()[0].tolist()
             value = f"{float(tensor[tuple(position)])} at {position}"
             rule = f"every value must be finite ({int((~finite).sum())} of {tensor.numel()} are not)"
-            raise problem(
-                file,
-                name,
-                value,
-                rule,
-                "training diverged or the file is damaged: take an earlier checkpoint",
-            )
+            raise problem(file, name, value, rule, "training diverged or the file is damaged: take an earlier checkpoint")
     elif (tensor.dtype == torch.bool) != (expected.dtype == torch.bool) or tensor.dtype.is_floating_point:
         wanted = "bool" if expected.dtype == torch.bool else "an integer dtype"
         raise problem(file, name, dtype, f"it must be stored as {wanted}", _AGAIN)
@@ -238,26 +202,14 @@ def check_vocabulary_mapping(t2d: Tensor, d2t: Tensor, draft_vocab_size: int, fi
     kept = t2d.nonzero().flatten()
     if kept.numel() != draft_vocab_size:
         rule = f"it must keep exactly draft_vocab_size = {draft_vocab_size} tokens"
-        raise problem(
-            file,
-            "t2d",
-            f"{kept.numel()} true entries",
-            rule,
-            "store the mapping the drafter was trained with",
-        )
+        raise problem(file, "t2d", f"{kept.numel()} true entries", rule, "store the mapping the drafter was trained with")
     named = d2t.to(torch.int64) + torch.arange(draft_vocab_size, device=d2t.device)
     wrong = (named != kept).nonzero().flatten()
     if wrong.numel():
         i = int(wrong[0])
         absolute = " (it looks like verifier ids instead of offsets)" if torch.equal(d2t.to(torch.int64), kept) else ""
         rule = f"d2t must equal nonzero(t2d) - arange, so d2t[{i}] = {int(kept[i]) - i}{absolute}"
-        raise problem(
-            file,
-            f"d2t[{i}]",
-            int(d2t[i]),
-            rule,
-            "store the mapping the drafter was trained with",
-        )
+        raise problem(file, f"d2t[{i}]", int(d2t[i]), rule, "store the mapping the drafter was trained with")
 
 
 def derive_t2d(config: SpeculatorConfig, d2t: Tensor, file: Path) -> Tensor:
@@ -271,13 +223,7 @@ def derive_t2d(config: SpeculatorConfig, d2t: Tensor, file: Path) -> Tensor:
     if outside.numel():
         i = int(outside[0])
         rule = f"it names the verifier token {int(ids[i])}, outside 0 to {config.vocab_size - 1}"
-        raise problem(
-            file,
-            f"d2t[{i}]",
-            int(d2t[i]),
-            rule,
-            "store offsets: verifier id minus draft id",
-        )
+        raise problem(file, f"d2t[{i}]", int(d2t[i]), rule, "store offsets: verifier id minus draft id")
     t2d = torch.zeros(config.vocab_size, dtype=torch.bool, device=d2t.device)
     t2d[ids] = True
     return t2d

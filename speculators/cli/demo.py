@@ -1,7 +1,166 @@
-"""demo"""
+"""`speculators demo`: the embedded verifier with every drafter on four prompts: acceptance, identity, speed."""
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-def demo() -> None:
-    """Demo."""
+import typer
+
+from speculators.cli.common import DEFAULT_VERIFIER, DeviceOption, JsonOption, check_json_path, load_drafter, load_verifier, write_json
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from speculators.decoding.proposal import Drafter
+    from speculators.evaluation.evaluate import Evaluation, PromptSet
+    from speculators.evaluation.rows import Row
+    from speculators.verifier import Verifier
+
+METHODS = ("dspark", "dflash", "peagle", "eagle3")
+NUM_DRAFT_TOKENS = 7
+SMOKE_LABEL = "overfitted smoke drafter"
+SMOKE_SECONDS = 20.0
+
+
+def demo(
+    max_new_tokens: Annotated[int, typer.Option(help="Token budget a prompt.")] = 96,
+    device: DeviceOption = None,
+    json: JsonOption = None,
+) -> None:
+    """Decode four prompts with every drafter: float32 shows identity with plain decoding, the fast dtype shows speed."""
+    check_json_path(json)
+    from rich.console import Console
+
+    from speculators.data.prompts import read_prompts
+    from speculators.evaluation.evaluate import EvaluationSettings, PromptSet, evaluate
+    from speculators.verifier import fast_dtype
+
+    console, started = Console(), time.monotonic()
+    settings = EvaluationSettings(max_new_tokens=max_new_tokens, num_draft_tokens=NUM_DRAFT_TOKENS)
+    exact = load_verifier(DEFAULT_VERIFIER, "float32", device)
+    prompts = PromptSet.from_prompts(exact, "demo", read_prompts(Path(__file__).parents[1] / "data" / "demo_prompts.jsonl"))
+    drafters, checkpoints = load_drafters(exact, prompts, max_new_tokens, console.print)
+
+    def run(verifier: Verifier, drafters: Mapping[str, Drafter]) -> Evaluation:
+        precision = str(verifier.dtype).removeprefix("torch.")
+        return evaluate(
+            verifier,
+            drafters,
+            prompts,
+            settings,
+            checkpoints=checkpoints,
+            on_progress=lambda text: console.print(f"{time.monotonic() - started:4.0f} s  {text} in {precision}", style="dim"),
+        )
+
+    identity = speed = run(exact, drafters)
+    dtype = fast_dtype(exact.device)
+    if dtype != exact.dtype:
+        fast = load_verifier(DEFAULT_VERIFIER, str(dtype).removeprefix("torch."), device)
+        speed = run(fast, {name: moved(drafter, fast) for name, drafter in drafters.items()})
+    rows = merged(identity.rows, speed.rows)
+    console.print(table(rows, str(dtype).removeprefix("torch."), identity.runs[0].device))
+    if SMOKE_LABEL in checkpoints.values():
+        console.print(f"Rows marked '{SMOKE_LABEL}' learned these very replies by heart: they show that a method runs, not its quality.")
+    write_json(
+        json,
+        {
+            "command": "demo",
+            "verifier": DEFAULT_VERIFIER,
+            "max_new_tokens": max_new_tokens,
+            "identity_dtype": "float32",
+            "speed_dtype": str(dtype).removeprefix("torch."),
+            "device": identity.runs[0].device,
+            "seconds": time.monotonic() - started,
+            "rows": rows,
+        },
+    )
+
+
+def load_drafters(
+    verifier: Verifier, prompts: PromptSet, max_new_tokens: int, say: Any = print
+) -> tuple[dict[str, Drafter], dict[str, str]]:
+    """The committed drafters; a smoke drafter, trained here for seconds, where one is missing. And what each row calls them."""
+    folder = Path(__file__).parents[2] / "checkpoints" / DEFAULT_VERIFIER
+    drafters: dict[str, Drafter] = {}
+    checkpoints: dict[str, str] = {}
+    for method in METHODS:
+        if (folder / method / "config.json").is_file():
+            drafters[method] = load_drafter(str(folder / method), verifier)
+            checkpoints[method] = f"checkpoints/{DEFAULT_VERIFIER}/{method}"
+        else:
+            say(f"No trained {method} drafter in {folder}: training an {SMOKE_LABEL} for {SMOKE_SECONDS:.0f} s.")
+            drafters[method] = smoke_drafter(method, verifier, prompts, max_new_tokens)
+            checkpoints[method] = SMOKE_LABEL
+    return drafters, checkpoints
+
+
+def smoke_drafter(method: str, verifier: Verifier, prompts: PromptSet, max_new_tokens: int, seconds: float = SMOKE_SECONDS) -> Drafter:
+    """A one-layer drafter that learns the verifier's replies to these very prompts by heart."""
+    from speculators.data.rows import Conversation, pack
+    from speculators.decoding.engine import generate
+    from speculators.decoding.sampling import SamplingParams
+    from speculators.training.config import TrainingConfig
+    from speculators.training.trainer import train
+
+    replies = generate(verifier, None, prompts.token_ids, SamplingParams(max_new_tokens=max_new_tokens)).token_ids
+    conversations = [
+        Conversation(input_ids=[*prompt, *reply], loss_mask=[False] * len(prompt) + [True] * len(reply))
+        for prompt, reply in zip(prompts.token_ids, replies, strict=True)
+    ]
+    rows = pack(conversations, row_length=max(len(conversation.input_ids) for conversation in conversations))
+    config = TrainingConfig(
+        method=method,
+        options={"num_layers": 1, "num_draft_tokens": NUM_DRAFT_TOKENS},
+        time_budget_seconds=seconds,
+        rows_per_step=1,
+        learning_rate=2e-3,
+        progress=False,
+    )
+    return train(verifier, rows, config).eval()
+
+
+def moved(drafter: Drafter, verifier: Verifier) -> Drafter:
+    """The drafter in another verifier's dtype, attached to it; one without weights is left alone."""
+    from speculators.speculator import Speculator
+
+    if not isinstance(drafter, Speculator):
+        return drafter
+    drafter.to(device=verifier.device, dtype=verifier.dtype).attach(verifier.weights)
+    return drafter
+
+
+def merged(identity: Sequence[Row], speed: Sequence[Row]) -> list[Row]:
+    """Acceptance and identity from one evaluation, times from the other: row by row."""
+    times = ("tokens_per_second", "baseline_tokens_per_second", "speedup")
+    return [{**exact, **{key: fast[key] for key in times}} for exact, fast in zip(identity, speed, strict=True)]  # type: ignore[typeddict-item, literal-required]
+
+
+def table(rows: Sequence[Row], dtype: str, device: str) -> Any:
+    """One line a method; looping prompts are left out of the first acceptance length and counted."""
+    from rich.table import Table
+
+    from speculators.evaluation.report import identity_text, number, parameters_text
+
+    loops = rows[0]["degenerate_prompts"]
+    result = Table(
+        title=f"{DEFAULT_VERIFIER}, greedy, K = {NUM_DRAFT_TOKENS}: identity in float32, speed in {dtype} on {device}",
+        caption=f"kind: decode. Looping prompts: {loops}. Plain decoding: {number(rows[0]['baseline_tokens_per_second'], 1)} tokens/s.",
+    )
+    columns = ("method", "acceptance length", "all prompts", "identical", "tokens/s", "speed-up", "parameters", "drafter")
+    for name in columns:
+        result.add_column(name, justify="left" if name in ("method", "identical", "drafter") else "right")
+    for without_loops, everything in zip(rows[::2], rows[1::2], strict=True):
+        speedup = everything["speedup"]
+        result.add_row(
+            everything["method"],
+            number(without_loops["acceptance_length"]),
+            number(everything["acceptance_length"]),
+            identity_text(everything),
+            number(everything["tokens_per_second"], 1),
+            "-" if speedup is None else f"{speedup:.2f}x",
+            parameters_text(everything["parameters"]),
+            everything["checkpoint"] or "-",
+        )
+    return result

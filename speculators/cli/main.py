@@ -20,7 +20,7 @@ class OneSentenceErrors(TyperGroup):
             return super().invoke(ctx)
         except SpeculatorsError as error:
             typer.echo(f"error: {error}", err=True)
-            raise typer.Exit(2) from None
+            raise typer.Exit(getattr(error, "exit_code", 2)) from None
 
 
 app = typer.Typer(
@@ -38,10 +38,5 @@ app.command("generate")(generate.generate)
 app.command("evaluate")(evaluate.evaluate)
 
 
-def main() -> None:
-    """Entry point of the console script."""
-    app()
-
-
 if __name__ == "__main__":
-    main()
+    app()

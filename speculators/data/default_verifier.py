@@ -149,11 +149,11 @@ def _convert(gguf: Path, folder: Path) -> None:
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **options)
     model = model.to(torch.bfloat16)
     model.config._name_or_path = DEFAULT_VERIFIER_NAME
-    digest = weights_sha256(dict(model.named_parameters()))
+    digest = tensors_sha256(dict(model.named_parameters()))
     if digest != WEIGHTS_SHA256:
         raise CheckpointError(
             f"transformers {transformers.__version__} converts the default verifier to other weights (sha256 {digest}) than the drafters"
-            f" were trained on ({WEIGHTS_SHA256}); use a transformers release between 5.16.1 and 5.19"
+            f" were trained on ({WEIGHTS_SHA256}); use a transformers release between 5.16.1 and 5.24"
         )
     model.save_pretrained(folder)
     _read_tokenizer(gguf).save_pretrained(folder)
@@ -200,7 +200,7 @@ def _read_tokenizer(gguf: Path) -> Any:
     )
 
 
-def weights_sha256(tensors: dict[str, torch.Tensor]) -> str:
+def tensors_sha256(tensors: dict[str, torch.Tensor]) -> str:
     """sha256 over the tensors' names and bytes, in the order of their names."""
     digest = hashlib.sha256()
     for name in sorted(tensors):

@@ -28,6 +28,7 @@ class SynthesisSettings:
     Attributes:
         max_question_tokens: a longer question is dropped.
         max_reply_tokens: a longer reply is cut there and marked as truncated.
+        max_tokens: of a whole conversation, template included; a reply that would exceed it is cut there.
         min_reply_tokens: a shorter reply, stop token included, is dropped.
         question_temperature, question_min_p: of the question's draws.
         reply_temperatures: (share, temperature) pairs; a reply's temperature is drawn among them. Replies are drawn
@@ -37,6 +38,7 @@ class SynthesisSettings:
 
     max_question_tokens: int = 96
     max_reply_tokens: int = 320
+    max_tokens: int = 512
     min_reply_tokens: int = 16
     question_temperature: float = 1.0
     question_min_p: float = 0.05
@@ -48,6 +50,10 @@ class SynthesisSettings:
             raise ConfigError(f"max_question_tokens = {self.max_question_tokens} must be at least 8")
         if not 1 <= self.min_reply_tokens <= self.max_reply_tokens:
             raise ConfigError(f"min_reply_tokens = {self.min_reply_tokens} must be at least 1 and at most max_reply_tokens = {self.max_reply_tokens}")
+        if self.max_tokens < self.max_question_tokens + self.min_reply_tokens:
+            raise ConfigError(
+                f"max_tokens = {self.max_tokens} leaves no room for a question of {self.max_question_tokens} and a reply of {self.min_reply_tokens} tokens"
+            )
         if not self.reply_temperatures or any(share <= 0 or temperature < 0 for share, temperature in self.reply_temperatures):
             raise ConfigError(f"reply_temperatures = {self.reply_temperatures} needs pairs of a positive share and a temperature of at least 0")
 
@@ -126,15 +132,19 @@ def question_and_reply(frame: ChatFrame, topic: Topic, settings: SynthesisSettin
         dropped = question.dropped
     if dropped is not None:
         return Exchange(topic.name, None, dropped)
-    return (yield from reply(question.forced, topic.name, settings, draw))
+    room = settings.max_tokens - len(question.token_ids) - len(question.forced)
+    if room < settings.min_reply_tokens:
+        return Exchange(topic.name, None, "question too long")
+    return (yield from reply(question.forced, topic.name, settings, draw, room))
 
 
-def reply(forced: Sequence[int], topic: str, settings: SynthesisSettings, draw: random.Random) -> Job[Exchange]:
-    """The job, or the last stage of one, that answers what `forced` ends."""
+def reply(forced: Sequence[int], topic: str, settings: SynthesisSettings, draw: random.Random, room: int | None = None) -> Job[Exchange]:
+    """The job, or the last stage of one, that answers what `forced` ends, in at most `room` tokens."""
+    budget = settings.max_reply_tokens if room is None else min(room, settings.max_reply_tokens)
     shares, temperatures = zip(*settings.reply_temperatures, strict=True)
     temperature = draw.choices(temperatures, shares)[0]
     # A loop does not end by itself: without this the worst replies would take the most time.
-    result = yield Stage(forced, settings.max_reply_tokens, temperature, abandon_if=lambda tokens: is_degenerate(tokens[-128:]))
+    result = yield Stage(forced, budget, temperature, abandon_if=lambda tokens: is_degenerate(tokens[-128:]))
     if result.finish_reason == "abandoned" or is_degenerate(result.token_ids):
         return Exchange(topic, None, "reply loops")
     if len(result.token_ids) < settings.min_reply_tokens:

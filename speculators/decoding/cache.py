@@ -89,7 +89,7 @@ class KeyValueCache(Cache):
         return memory[:, : self.read_length].transpose(1, 2)
 
 
-class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+class _Layer(CacheLayerMixin):
     """One layer's memory behind transformers' cache interface."""
 
     is_sliding = False

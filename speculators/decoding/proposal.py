@@ -9,7 +9,7 @@ without its probabilities, or with other ones than it was drawn from, cannot be 
 from __future__ import annotations
 
 from dataclasses import InitVar, dataclass
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor

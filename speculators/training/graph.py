@@ -7,7 +7,6 @@ than that. Captured once, the whole step costs one launch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -31,7 +30,7 @@ class Capture:
         self.enabled = enabled and device.type == "cuda"
         self._device = device
         self._stream = torch.cuda.Stream(device) if self.enabled else None
-        self._pool: Any = None
+        self._graphs: list[torch.cuda.CUDAGraph] = []  # kept: a pool whose graphs are all gone cannot be captured into
 
     def __call__(self, function: Callable[[], None]) -> Callable[[], None]:
         """Warm a function up and capture it. It really runs a few times; the caller resets what those runs changed."""
@@ -45,7 +44,26 @@ class Capture:
                 function()
         current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        pool = self._graphs[0].pool() if self._graphs else None
+        with torch.cuda.graph(graph, pool=pool, stream=self._stream):
             function()
-        self._pool = graph.pool()
+        self._graphs.append(graph)
         return graph.replay
+
+
+class Pace:
+    """Keeps the host at most one step ahead of a CUDA device.
+
+    Enough to never let the device idle; little enough that clock, signals and progress bar mean the step that is running.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._events = [torch.cuda.Event() for _ in range(2)] if device.type == "cuda" else []
+        self._next = 0
+
+    def step(self) -> None:
+        """Call after launching a step: waits for the step before it."""
+        if self._events:
+            self._events[self._next].record()
+            self._next = 1 - self._next
+            self._events[self._next].synchronize()  # never recorded: returns at once

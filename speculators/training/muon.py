@@ -65,7 +65,7 @@ class Muon:
 
     @torch.no_grad()
     def step(self, learning_rate: Tensor, skip: Tensor) -> None:
-        """Update every matrix from its gradient.
+        """Update every matrix from its gradient, which all of them must have.
 
         Args:
             learning_rate: scalar on the device.
@@ -73,10 +73,12 @@ class Muon:
         """
         keep = 1.0 - skip
         for group in self.groups:
-            gradients = torch.stack([torch.where(skip > 0, 0.0, p.grad) for p in group.parameters])  # skipped ones may be NaN
+            gradients = torch.stack([parameter.grad for parameter in group.parameters if parameter.grad is not None])
+            gradients = torch.where(skip > 0, 0.0, gradients)  # skipped ones may be NaN
             group.momentum.lerp_(gradients, keep * (1.0 - self.momentum))
             updates = orthogonalise(gradients.lerp(group.momentum, self.momentum))
             rate = keep * learning_rate * group.learning_rate_scale
             size = 0.2 * max(gradients.shape[1:]) ** 0.5
-            torch._foreach_mul_(group.parameters, 1.0 - rate * group.weight_decay)
-            torch._foreach_sub_(group.parameters, list((updates * (rate * size)).unbind()))
+            weights: list[Tensor] = list(group.parameters)
+            torch._foreach_mul_(weights, 1.0 - rate * group.weight_decay)
+            torch._foreach_sub_(weights, list((updates * (rate * size)).unbind()))

@@ -115,7 +115,7 @@ class DrafterOptimizer:
         if self._adamw is not None:
             for group, settings in zip(self._adamw_groups, self._adamw.param_groups, strict=True):
                 settings["lr"].copy_(self.learning_rate * group.learning_rate_scale)
-            self._adamw.found_inf = skip  # the fused kernel's own switch
+            self._adamw.found_inf = skip  # type: ignore[attr-defined]  # the fused kernel's own switch
             self._adamw.step()
 
     def state(self) -> dict[str, Tensor]:

@@ -34,6 +34,13 @@ def overfit(
     """
     rows = pack([conversation], row_length=len(conversation.input_ids))
     config = TrainingConfig(
-        method=method, options=options, steps=steps, rows_per_step=1, learning_rate=learning_rate, seed=seed, log_every=steps, progress=False
+        method=method,
+        options=options,
+        steps=steps,
+        rows_per_step=1,
+        learning_rate=learning_rate,
+        seed=seed,
+        log_every=steps,
+        progress=False,
     )
     return train(verifier, rows, config)

@@ -98,7 +98,8 @@ def load_state(folder: Path, speculator: Speculator, optimizer: DrafterOptimizer
         raise CheckpointError(f"cannot read the training state {path}: {error}; remove it to start anew") from error
     for key, ours in essential_settings(config).items():
         if point.settings.get(key) != ours:
-            raise ConfigError(f"{path} belongs to a run with {key} = {point.settings.get(key)!r}, not {ours!r}; choose another output folder")
+            theirs = point.settings.get(key)
+            raise ConfigError(f"{path} belongs to a run with {key} = {theirs!r}, not {ours!r}; choose another output folder")
     if point.data != fingerprint(rows):
         raise ConfigError(f"{path} belongs to a run on other training rows; choose another output folder or the same data")
     weights = {name.removeprefix("speculator."): value for name, value in tensors.items() if name.startswith("speculator.")}

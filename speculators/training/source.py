@@ -169,7 +169,7 @@ def hidden_state_source(
     needed, free = CachedRows.bytes_needed(resident, dtype), free_memory(verifier.device)
     if needed > memory_fraction * free:
         logger.warning(
-            "hidden states of all rows take %.1f GiB, more than %.0f%% of the %.1f GiB that are free: they are computed anew at every visit",
+            "hidden states of all rows take %.1f GiB, more than %.0f%% of the %.1f GiB free: they are computed anew at every visit",
             needed / GIB,
             100 * memory_fraction,
             free / GIB,
@@ -210,5 +210,3 @@ def without_damaged_rows(batch: TrainingBatch) -> tuple[TrainingBatch, Tensor]:
         ),
         damaged,
     )
-
-

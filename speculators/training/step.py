@@ -11,7 +11,7 @@ from torch import Tensor
 from speculators.errors import ConfigError
 from speculators.speculator import Speculator
 from speculators.training.config import TrainingConfig
-from speculators.training.graph import Capture
+from speculators.training.graph import Capture, Pace
 from speculators.training.meters import Meters, Reading
 from speculators.training.optimizer import DrafterOptimizer
 from speculators.training.order import mix
@@ -69,10 +69,13 @@ class TrainingStep:
         self._source, self._held_out, self._dtype = source, held_out, dtype
         self._device = optimizer.learning_rate.device
         self._meters, self._held_out_meters = Meters(), Meters()
+        self._pace = Pace(self._device)
         self._index = torch.zeros(config.rows_per_micro_batch, dtype=torch.int64, device=self._device)
         self._weight = torch.zeros((), device=self._device)
-        for parameter in optimizer.parameters:  # static, and added to: this is what accumulates
-            parameter.grad = torch.zeros_like(parameter)
+        # Static, and added to by every backward pass: this is what accumulates.
+        self._gradients = [torch.zeros_like(parameter, requires_grad=False) for parameter in optimizer.parameters]
+        for parameter, gradient in zip(optimizer.parameters, self._gradients, strict=True):
+            parameter.grad = gradient
         self._run_micro_batch = capture(self.micro_batch)
         self._clear()
         self._run_update = capture(self.update)  # without weight a warm-up update changes nothing
@@ -83,7 +86,7 @@ class TrainingStep:
 
     def _clear(self) -> None:
         self._weight.zero_()
-        torch._foreach_zero_([parameter.grad for parameter in self.optimizer.parameters])
+        torch._foreach_zero_(self._gradients)
 
     # -- the captured bodies -----------------------------------------------------------------------------------
 
@@ -112,11 +115,10 @@ class TrainingStep:
     @torch.no_grad()
     def update(self) -> None:
         """Divide the gradient by the weight, clip it, update the weights and clear the sums of the step."""
-        gradients = [parameter.grad for parameter in self.optimizer.parameters if parameter.grad is not None]
         mean = 1.0 / self._weight.clamp_min(1e-6)
-        norm = torch.nn.utils.get_total_norm(gradients) * mean
+        norm = torch.nn.utils.get_total_norm(self._gradients) * mean
         usable = norm.isfinite() & (self._weight > 0)
-        torch._foreach_mul_(gradients, mean * (self.config.gradient_clip / (norm + 1e-6)).clamp_max(1.0))
+        torch._foreach_mul_(self._gradients, mean * (self.config.gradient_clip / (norm + 1e-6)).clamp_max(1.0))
         self.optimizer.step(skip=1.0 - usable.float())
         self._meters.add("gradient_norm", torch.where(usable, norm, 0.0), usable.float())
         self._meters.add("skipped_steps", 1.0 - usable.float())
@@ -131,7 +133,7 @@ class TrainingStep:
     # -- what the trainer calls --------------------------------------------------------------------------------
 
     def run(self, step: int, rows: Tensor, learning_rate: float) -> None:
-        """One optimizer step. Returns before the device has done it.
+        """One optimizer step. Returns when the device has begun it, not when it is done.
 
         Args:
             step: number of the step; with the seed it decides what the algorithm draws.
@@ -144,6 +146,7 @@ class TrainingStep:
             self._index.copy_(micro_batch, non_blocking=True)
             self._run_micro_batch()
         self._run_update()
+        self._pace.step()
 
     def evaluate(self) -> dict[str, Reading]:
         """Metrics over all held-out rows, with the same draws at every call."""

@@ -180,7 +180,8 @@ class Trainer:
         return speculator.to(self._verifier.dtype)
 
     def _interrupted(self, number: int) -> TrainingInterrupted:
-        where = f"the state is in {self._config.output}; resume=True continues" if self._config.output else "no output folder, nothing was kept"
+        output = self._config.output
+        where = "there is no output folder, nothing was kept" if output is None else f"the state is in {output}; resume=True continues"
         return TrainingInterrupted(f"training stopped by {signal.Signals(number).name} after step {self.step}: {where}", number)
 
     # -- records ---------------------------------------------------------------------------------------------
@@ -201,11 +202,10 @@ class Trainer:
         self._logged = now
         self._record("train", record)
         self._check_damaged(int(damaged))
-        length = record.get("acceptance_length")
-        bar.set_description_str(f"{self._config.method} step {self.step}{f'/{self._progress.total_steps}' if self._progress.total_steps else ''}")
-        bar.set_postfix_str(
-            f"loss {_shown(record.get('loss'))}, acceptance length {_shown(length)} (train), lr {self._learning_rate:.1e}, {speed:,.0f} tokens/s"
-        )
+        total = f"/{self._progress.total_steps}" if self._progress.total_steps else ""
+        length = f"acceptance length {_shown(record.get('acceptance_length'))} (train)"
+        bar.set_description_str(f"{self._config.method} step {self.step}{total}")
+        bar.set_postfix_str(f"loss {_shown(record['loss'])}, {length}, lr {self._learning_rate:.1e}, {speed:,.0f} tokens/s")
         bar.update(self._progress.fraction(self.step) - bar.n)
 
     def _evaluate(self) -> None:
@@ -240,7 +240,7 @@ class Trainer:
     # -- files -----------------------------------------------------------------------------------------------
 
     def _prepare_output(self, resume: bool) -> Path | None:
-        """Create the output folder; return it if a state in it is to be resumed."""
+        """Check the output folder; return it if a state in it is to be resumed. It is created when nothing can be refused any more."""
         output = self._config.output
         if output is None:
             if resume:
@@ -251,7 +251,6 @@ class Trainer:
         exists = (output / STATE_FILE).exists()
         if exists and not resume:
             raise ConfigError(f"{output} already holds a training run; pass resume=True to continue it, or name another folder")
-        output.mkdir(parents=True, exist_ok=True)
         return output if exists else None
 
     def _open_log(self) -> None:
@@ -259,6 +258,7 @@ class Trainer:
         output = self._config.output
         if output is None:
             return
+        output.mkdir(parents=True, exist_ok=True)
         (output / CONFIG_FILE).write_text(self._config.model_dump_json(indent=2) + "\n", encoding="utf-8")
         log = output / LOG_FILE
         lines = log.read_text(encoding="utf-8").splitlines() if log.exists() and self.step else []

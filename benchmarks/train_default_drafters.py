@@ -1,0 +1,139 @@
+"""How the drafters under checkpoints/smollm2-135m-instruct were made: generate, tune, train. Needs a CUDA GPU.
+
+    python benchmarks/train_default_drafters.py generate --seconds 240 --seed 1 --output build/data/seed1
+    python benchmarks/train_default_drafters.py tune --data build/data --methods dspark --seconds 20 --output build/tune
+    python benchmarks/train_default_drafters.py train --data build/data --methods dspark --seconds 300 --output build/drafters
+
+One contract for all four: the same conversations, taps [2, 15, 27], seven draft tokens. Every command is limited by wall
+time and finishes its whole schedule within it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from speculators import Verifier
+from speculators.data.rows import Conversation, pack, split_held_out
+from speculators.data.storage import load_conversations
+from speculators.data.synthesis import synthesize
+from speculators.data.questions import SynthesisSettings
+from speculators.training.config import TrainingConfig
+from speculators.training.trainer import train
+
+CONTRACT: dict[str, Any] = {"aux_hidden_state_layer_ids": [2, 15, 27], "num_draft_tokens": 7}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "eagle3": {"num_layers": 1, "training": {"anchors": 128}},
+    "peagle": {
+        "num_layers": 4,
+        "intermediate_size": 768,
+        "train_embedding": False,
+        "training": {"anchors": 192, "position_weights": "uniform"},
+    },
+    "dflash": {"num_layers": 4, "intermediate_size": 768, "training": {"anchors": 128}},
+    "dspark": {"num_layers": 4, "intermediate_size": 576, "markov_rank": 32, "training": {"anchors": 128}},
+}
+LEARNING_RATES = {"eagle3": 2e-3, "peagle": 2e-3, "dflash": 2e-3, "dspark": 2e-3}
+ROW_LENGTH = 512
+
+
+def load_data(folder: Path, limit: int | None = None) -> tuple[list[Conversation], list[Conversation]]:
+    """Training and held-out conversations of every data folder under `folder`."""
+    conversations: list[Conversation] = []
+    for manifest in sorted(folder.glob("**/*.json")):
+        conversations += load_conversations(manifest.parent)[0]
+    kept, held_out = split_held_out(conversations, 0.01)
+    return kept[:limit], held_out[:2000]
+
+
+def configuration(method: str, args: argparse.Namespace, learning_rate: float, output: Path | None) -> TrainingConfig:
+    """The run of one method."""
+    return TrainingConfig(
+        method=method,
+        options={**CONTRACT, **OPTIONS[method]},
+        output=output,
+        time_budget_seconds=args.seconds,
+        rows_per_step=args.rows_per_step,
+        row_length=ROW_LENGTH,
+        learning_rate=learning_rate,
+        optimizer=args.optimizer,
+        checkpoint_form="compact",
+        cache_memory_fraction=0.75,
+        log_every=100,
+        seed=args.seed,
+        progress=False,
+    )
+
+
+def run(method: str, args: argparse.Namespace, learning_rate: float, output: Path | None, rows: Any, held_out: Any, verifier: Verifier) -> dict[str, Any]:
+    """Train once; returns the last held-out record with the run's figures."""
+    started = time.monotonic()
+    records: list[dict[str, Any]] = []
+    speculator = train(
+        verifier, rows, configuration(method, args, learning_rate, output), held_out=held_out, on_record=records.append
+    )
+    held = [r for r in records if r["kind"] == "teacher-forced"][-1]
+    trained = [r for r in records if r["kind"] == "train"]
+    return {
+        "method": method,
+        "learning_rate": learning_rate,
+        "steps": held["step"],
+        "seconds": round(time.monotonic() - started, 1),
+        "tokens_per_second": round(trained[-1]["tokens_per_second"]) if trained else None,
+        "parameters": sum(p.numel() for p in speculator.parameters()),
+        "skipped_steps": sum(r.get("skipped_steps") or 0 for r in trained),
+        "curve": [(r["step"], r.get("greedy_acceptance_length")) for r in trained][:: max(1, len(trained) // 12)],
+        "teacher_forced": {k: v for k, v in held.items() if "acceptance" in k},
+    }
+
+
+def main() -> None:
+    """See the module's text."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=["generate", "tune", "train"])
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=240.0, help="of generation, or of training each method")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--slots", type=int, default=2048)
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--methods", nargs="+", default=list(OPTIONS))
+    parser.add_argument("--learning-rates", nargs="+", type=float, default=[1e-3, 2e-3, 4e-3])
+    parser.add_argument("--rows-per-step", type=int, default=32)
+    parser.add_argument("--limit", type=int, help="use only so many conversations")
+    parser.add_argument("--optimizer", default="muon")
+    parser.add_argument("--device", default="cuda")
+    args = parser.parse_args()
+    torch.set_float32_matmul_precision("high")
+    verifier = Verifier.from_pretrained("smollm2-135m-instruct", dtype=torch.bfloat16 if args.device == "cuda" else torch.float32, device=args.device)
+    if args.command == "generate":
+        prompts = sorted((Path(__file__).parent / "prompts").glob("*.jsonl"))
+        made = synthesize(
+            verifier, SynthesisSettings(seed=args.seed), seconds=args.seconds, exclude=prompts, slots=args.slots, progress=False
+        )
+        made.save(args.output)
+        print(json.dumps({**made.header, "reply_tokens": sum(c.reply_tokens for c in made.conversations)}, indent=1))
+        return
+    started = time.monotonic()
+    kept, held_out_conversations = load_data(args.data, args.limit)
+    rows, held_out = pack(kept, ROW_LENGTH, seed=0), pack(held_out_conversations, ROW_LENGTH, seed=0)
+    print(f"{len(kept)} conversations, {len(rows)} rows, {rows.reply_tokens} reply tokens, {time.monotonic() - started:.1f} s", flush=True)
+    args.output.mkdir(parents=True, exist_ok=True)
+    for method in args.methods:
+        rates = args.learning_rates if args.command == "tune" else [LEARNING_RATES[method]]
+        for rate in rates:
+            output = args.output / method if args.command == "train" else None
+            result = run(method, args, rate, output, rows, held_out, verifier)
+            with (args.output / f"{args.command}-{method}.jsonl").open("a") as stream:
+                stream.write(json.dumps(result) + "\n")
+            print(json.dumps(result), flush=True)
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

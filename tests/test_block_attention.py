@@ -1,0 +1,316 @@
+"""Block attention: who sees whom, exactly, and values and gradients against a loop over single queries in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from speculators.kernels.block_attention import block_attention, block_attention_mask, block_attention_table
+
+
+def table_rows(table: Tensor) -> list[str]:
+    return ["".join("1" if seen else "0" for seen in row) for row in table.tolist()]
+
+
+def random_inputs(
+    rows: int, blocks: int, queries: int, keys: int, heads: int, key_heads: int, dim: int, context: int, dtype: torch.dtype = torch.float64
+) -> list[Tensor]:
+    """query, block_key, block_value, context_key, context_value."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [
+        (rows, blocks, queries, heads, dim),
+        (rows, blocks, keys, key_heads, dim),
+        (rows, blocks, keys, key_heads, dim),
+        (rows, context, key_heads, dim),
+        (rows, context, key_heads, dim),
+    ]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def attention_by_definition(
+    query: Tensor,
+    block_key: Tensor,
+    block_value: Tensor,
+    context_key: Tensor,
+    context_value: Tensor,
+    start: Tensor,
+    end: Tensor,
+    *,
+    causal: bool,
+    window: int | None = None,
+    block_valid: Tensor | None = None,
+) -> Tensor:
+    """One query at a time, one list of positions and keys at a time."""
+    rows, blocks, queries, heads, dim = query.shape
+    keys, key_heads = block_key.shape[2:4]
+    outputs = []
+    for r in range(rows):
+        for n in range(blocks):
+            first, last = int(start[r, n]), int(end[r, n])
+            for i in range(queries):
+                position = last + keys - queries + i
+                for h in range(heads):
+                    g = h * key_heads // heads
+                    if block_valid is not None and not block_valid[r, n]:
+                        outputs.append(torch.zeros(dim, dtype=query.dtype))
+                        continue
+                    seen = [(c, context_key[r, c, g], context_value[r, c, g]) for c in range(first, last)]
+                    seen += [(last + j, block_key[r, n, j, g], block_value[r, n, j, g]) for j in range(keys)]
+                    if causal:
+                        seen = [entry for entry in seen if entry[0] <= position]
+                    if window is not None:
+                        seen = [entry for entry in seen if entry[0] > position - window]
+                    key, value = torch.stack([k for _, k, _ in seen]), torch.stack([v for _, _, v in seen])
+                    outputs.append(torch.softmax(key @ query[r, n, i, h] / math.sqrt(dim), dim=0) @ value)
+    return torch.stack(outputs).view(query.shape)
+
+
+# -- tables ------------------------------------------------------------------------------------------------------
+
+
+def test_dflash_blocks_see_the_context_before_their_anchor_and_themselves() -> None:
+    # Six context slots, anchors 1 and 3, two draft slots: columns are 6 context keys, then 4 block keys.
+    table = block_attention_table(
+        torch.zeros(1, 2, dtype=torch.int64), torch.tensor([[1, 3]]), context_length=6, block_queries=2, block_keys=2, causal=False
+    )
+    assert table_rows(table[0]) == ["1000001100", "1000001100", "1110000011", "1110000011"]
+
+
+def test_an_invalid_block_sees_nothing_in_the_table() -> None:
+    table = block_attention_table(
+        torch.zeros(1, 2, dtype=torch.int64),
+        torch.tensor([[1, 3]]),
+        context_length=6,
+        block_queries=2,
+        block_keys=2,
+        causal=False,
+        block_valid=torch.tensor([[True, False]]),
+    )
+    assert table_rows(table[0]) == ["1000001100", "1000001100", "0000000000", "0000000000"]
+
+
+def test_peagle_chains_are_causal_blocks_over_a_prefix_of_depth_zero() -> None:
+    # Four positions, three depths. Chain of anchor a holds (a + 1, 1), (a + 2, 2) and sees depth 0 up to a.
+    elements = [(0, 0), (1, 0), (2, 0), (3, 0), (1, 1), (2, 1), (3, 1), (2, 2), (3, 2)]
+    expected = ["100000000", "110000000", "111000000", "111100000", "100010000", "110001000", "111000100", "100010010", "110001001"]
+    nothing = torch.zeros(1, 1, dtype=torch.int64)
+    depth_zero = block_attention_table(nothing, nothing, context_length=0, block_queries=4, block_keys=4, causal=True)[0]
+    assert table_rows(depth_zero) == [row[:4] for row in expected[:4]]
+
+    chains = block_attention_table(
+        torch.zeros(1, 3, dtype=torch.int64), torch.tensor([[1, 2, 3]]), context_length=4, block_queries=2, block_keys=2, causal=True
+    )[0]
+    slot = {(p, d): 2 * (p - d) + d - 1 for p, d in elements[4:]}  # (a = 2, depth 2) is not among the elements
+    for element, row in zip(elements[4:], expected[4:], strict=True):
+        columns = [*range(4), *(4 + slot[other] for other in elements[4:])]
+        assert table_rows(chains[slot[element]][None, columns]) == [row]
+
+
+def test_the_table_of_fewer_blocks_is_a_slice_of_the_larger_one() -> None:
+    def table(ends: list[int], context: int) -> Tensor:
+        end = torch.tensor([ends])
+        return block_attention_table(torch.zeros_like(end), end, context_length=context, block_queries=2, block_keys=2, causal=True)[0]
+
+    small, large = table([1, 2], 3), table([1, 2, 4], 5)
+    assert torch.equal(small, large[:4, [0, 1, 2, 5, 6, 7, 8]])
+
+
+def test_queries_are_the_last_slots_of_a_longer_block() -> None:
+    zero = torch.zeros(1, 1, dtype=torch.int64)
+    table = block_attention_table(zero, zero, context_length=1, block_queries=2, block_keys=4, causal=True)
+    assert table_rows(table[0]) == ["01110", "01111"]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_window_of_four_shows_the_query_and_the_three_before_it(causal: bool) -> None:
+    # Positions 0 to 6 are context and 7 to 10 the block; everything after the query in its block stays visible
+    # where the block is bidirectional.
+    end = torch.tensor([[7]])
+    table = block_attention_table(torch.zeros_like(end), end, context_length=9, block_queries=4, block_keys=4, causal=causal, window=4)[0]
+    positions = [*range(7), None, None, 7, 8, 9, 10]  # context slots 7 and 8 lie beyond the end
+    for slot, row in enumerate(table.tolist()):
+        i = 7 + slot
+        seen = [p for p, visible in zip(positions, row, strict=True) if visible]
+        assert seen == [*range(i - 3, i + 1), *([] if causal else range(i + 1, 11))]
+
+
+def test_a_context_starts_where_its_document_starts() -> None:
+    table = block_attention_table(
+        torch.tensor([[2, 4]]), torch.tensor([[5, 4]]), context_length=6, block_queries=1, block_keys=1, causal=False
+    )
+    assert table_rows(table[0]) == ["00111010", "00000001"]
+
+
+# -- values and gradients ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("blocks", "queries", "keys", "heads", "key_heads", "dim", "context"),
+    [(3, 4, 4, 2, 2, 8, 9), (5, 3, 5, 6, 2, 5, 13), (1, 7, 7, 9, 3, 8, 31), (1, 2, 3, 4, 1, 8, 0), (2, 1, 1, 2, 1, 4, 7)],
+    ids=lambda value: str(value),
+)
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (False, None), (True, 4), (False, 3)])
+def test_values_and_gradients_equal_a_loop_over_single_queries(
+    blocks: int, queries: int, keys: int, heads: int, key_heads: int, dim: int, context: int, causal: bool, window: int | None
+) -> None:
+    inputs = [x.requires_grad_() for x in random_inputs(2, blocks, queries, keys, heads, key_heads, dim, context)]
+    generator = torch.Generator().manual_seed(1)
+    end = torch.randint(0, context + 1, (2, blocks), generator=generator)
+    start = (torch.rand(2, blocks, generator=generator) * (end + 1)).long()
+    actual = block_attention(*inputs, start, end, causal=causal, window=window)
+    expected = attention_by_definition(*inputs, start, end, causal=causal, window=window)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    upstream = torch.randn(actual.shape, generator=generator, dtype=torch.float64)
+    for ours, theirs in zip(
+        torch.autograd.grad(actual, inputs, upstream),
+        torch.autograd.grad(expected, inputs, upstream, materialize_grads=True, allow_unused=True),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("context", [60, 129])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_odd_sizes_in_training_dtypes_agree_with_float64(context: int, dtype: torch.dtype) -> None:
+    inputs = random_inputs(1, 3, 5, 7, 6, 2, 16, context, dtype)
+    start, end = torch.tensor([[0, 3, 0]]), torch.tensor([[context, context - 1, 1]])
+    actual = block_attention(*inputs, start, end, causal=True)
+    expected = attention_by_definition(*(x.double() for x in inputs), start, end, causal=True)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_grouped_heads_equal_repeated_key_heads(blocks: int) -> None:
+    query, *keys_and_values = random_inputs(2, blocks, 4, 4, 6, 2, 8, 10)
+    end = torch.randint(0, 11, (2, blocks), generator=torch.Generator().manual_seed(3))
+    start = torch.zeros_like(end)
+    grouped = block_attention(query, *keys_and_values, start, end, causal=False)
+    repeated = block_attention(query, *(x.repeat_interleave(3, dim=-2) for x in keys_and_values), start, end, causal=False)
+    torch.testing.assert_close(grouped, repeated, rtol=1e-12, atol=1e-12)
+
+
+def test_scale_replaces_the_square_root_of_the_head_size() -> None:
+    query, *others = random_inputs(1, 2, 3, 3, 2, 2, 16, 5)
+    end = torch.tensor([[2, 5]])
+    start = torch.zeros_like(end)
+    scaled = block_attention(query, *others, start, end, causal=False, scale=1.0)
+    torch.testing.assert_close(scaled, block_attention(query * 4, *others, start, end, causal=False), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_a_mask_built_once_gives_the_same_output(blocks: int) -> None:
+    inputs = random_inputs(2, blocks, 3, 4, 4, 2, 8, 9, torch.float32)
+    end = torch.randint(0, 10, (2, blocks), generator=torch.Generator().manual_seed(3))
+    start, valid = torch.zeros_like(end), torch.arange(2 * blocks).view(2, blocks) % 3 != 1
+    mask = block_attention_mask(
+        start, end, context_length=9, block_queries=3, block_keys=4, causal=True, window=5, block_valid=valid, dtype=torch.float32
+    )
+    direct = block_attention(*inputs, start, end, causal=True, window=5, block_valid=valid)
+    assert torch.equal(block_attention(*inputs, start, end, causal=True, mask=mask), direct)
+
+
+# -- isolation ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("causal", [True, False])
+def test_block_cannot_see_context_after_its_anchor_or_another_block(causal: bool, dtype: torch.dtype) -> None:
+    names = ("query", "block_key", "block_value", "context_key", "context_value")
+    tensors = dict(zip(names, random_inputs(1, 2, 4, 4, 2, 1, 8, 12, dtype), strict=True))
+    start, end = torch.tensor([[0, 2]]), torch.tensor([[5, 8]])
+    noise = torch.Generator().manual_seed(7)
+
+    def block_zero(name: str = "query", where: tuple[slice | int, ...] = (0, 0, 0, 0, slice(0))) -> Tensor:
+        """Output of block 0 after replacing part of one tensor by noise; nothing of the default part exists."""
+        changed = {name: x.clone() for name, x in tensors.items()}
+        changed[name][where] = 100 * torch.randn(changed[name][where].shape, generator=noise).to(dtype)
+        return block_attention(*changed.values(), start, end, causal=causal)[:, 0]
+
+    everything = slice(None)
+    before = block_zero()
+    assert torch.equal(block_zero("query", (everything, 1)), before)
+    for kind in ("key", "value"):
+        assert torch.equal(block_zero(f"context_{kind}", (everything, slice(5, None))), before)
+        assert torch.equal(block_zero(f"block_{kind}", (everything, 1)), before)
+        assert not torch.equal(block_zero(f"context_{kind}", (everything, 4)), before)
+        assert not torch.equal(block_zero(f"block_{kind}", (everything, 0, 0)), before)
+
+
+def test_a_causal_query_ignores_later_block_slots_and_a_bidirectional_one_sees_them() -> None:
+    inputs = random_inputs(1, 2, 4, 4, 2, 2, 8, 6, torch.float32)
+    end = torch.tensor([[2, 6]])
+    changed = [x.clone() for x in inputs]
+    changed[1][:, :, 3] += 1.0
+    for causal in (True, False):
+        first, second = (block_attention(*x, torch.zeros_like(end), end, causal=causal) for x in (inputs, changed))
+        assert torch.equal(first[:, :, :3], second[:, :, :3]) == causal
+        assert not torch.equal(first[:, :, 3], second[:, :, 3])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_an_invalid_block_gives_exact_zeros_and_no_gradient(dtype: torch.dtype) -> None:
+    inputs = [x.requires_grad_() for x in random_inputs(1, 2, 2, 2, 2, 1, 8, 6, dtype)]
+    end, valid = torch.tensor([[1, 3]]), torch.tensor([[True, False]])
+    output = block_attention(*inputs, torch.zeros_like(end), end, causal=False, block_valid=valid)
+    assert torch.equal(output[:, 1], torch.zeros_like(output[:, 1]))
+    assert output[:, 0].ne(0).all()
+    gradients = torch.autograd.grad(output.sum(), inputs)
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    assert all(gradient[:, 1].eq(0).all() for gradient in gradients[:3])
+    assert gradients[4][:, 1:].eq(0).all() and gradients[4][:, 0].ne(0).any()
+
+
+def test_a_block_without_context_attends_to_itself_alone() -> None:
+    query, block_key, block_value, context_key, context_value = random_inputs(1, 2, 3, 3, 2, 2, 8, 4)
+    end = torch.tensor([[2, 2]])
+    output = block_attention(query, block_key, block_value, context_key, context_value, end, end, causal=False)
+    scores = torch.einsum("rnihd,rnjhd->rnhij", query, block_key) / math.sqrt(8)
+    torch.testing.assert_close(output, torch.einsum("rnhij,rnjhd->rnihd", scores.softmax(-1), block_value), rtol=1e-12, atol=1e-12)
+
+
+# -- CUDA --------------------------------------------------------------------------------------------------------
+
+on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="kernels and graphs of CUDA")
+
+
+@on_cuda
+@pytest.mark.parametrize("only", [True, False], ids=["memory-efficient", "default"])
+@pytest.mark.parametrize("blocks", [1, 5])
+def test_cuda_backends_take_the_mask_and_agree_with_float64(blocks: int, only: bool) -> None:
+    inputs = random_inputs(2, blocks, 7, 7, 6, 2, 64, 61, torch.bfloat16)
+    end = torch.randint(1, 62, (2, blocks), generator=torch.Generator().manual_seed(3))
+    start = torch.zeros_like(end)
+    exact = [x.double().requires_grad_() for x in inputs]
+    expected = attention_by_definition(*exact, start, end, causal=False)
+    leaves = [x.cuda().requires_grad_() for x in inputs]
+    backends = [SDPBackend.EFFICIENT_ATTENTION] if only else [SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+    with sdpa_kernel(backends):
+        actual = block_attention(*leaves, start.cuda(), end.cuda(), causal=False)
+        gradients = torch.autograd.grad(actual.float().square().sum(), leaves)
+    torch.testing.assert_close(actual.double().cpu(), expected, rtol=2e-2, atol=2e-2)
+    for ours, theirs in zip(gradients, torch.autograd.grad(expected.square().sum(), exact), strict=True):
+        assert float((ours.double().cpu() - theirs).norm() / theirs.norm()) < 3e-2
+
+
+@on_cuda
+@pytest.mark.parametrize("blocks", [1, 5])
+def test_block_attention_replays_as_a_cuda_graph(blocks: int) -> None:
+    inputs = [x.cuda() for x in random_inputs(2, blocks, 7, 7, 6, 2, 64, 61, torch.bfloat16)]
+    end = torch.full((2, blocks), 9, device="cuda")
+    start = torch.zeros_like(end)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        block_attention(*inputs, start, end, causal=True)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = block_attention(*inputs, start, end, causal=True)
+    end.fill_(60)
+    graph.replay()
+    torch.testing.assert_close(replayed, block_attention(*inputs, start, end, causal=True))

@@ -1,0 +1,432 @@
+"""The distillation loss: printed values, a dense float64 definition, and the kernel against the reference."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from speculators.kernels.distillation_loss import DistillationOutput, distillation_loss, label_log_probability
+
+# Without a GPU the kernel runs in Triton's interpreter, on CPU tensors.
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+IMPLEMENTATIONS = ["reference", "triton"]
+
+
+def from_logits(
+    draft: list[list[float]], teacher: list[list[float]], labels: list[int], dtype: torch.dtype = torch.float64, **options: Any
+) -> Any:
+    """The loss of given logits (the head is the identity) under unit weights, and its gradient on the draft logits."""
+    hidden = torch.tensor(draft, dtype=dtype, device=DEVICE, requires_grad=True)
+    head = torch.eye(hidden.shape[1], dtype=dtype, device=DEVICE)
+    coefficients = {"cross_entropy": 0.0, "l1": 0.0, "kl": 0.0} | options
+    output = distillation_loss(
+        hidden,
+        head,
+        torch.tensor(teacher, dtype=dtype, device=DEVICE),
+        torch.tensor(labels, device=DEVICE),
+        torch.ones(len(labels), device=DEVICE),
+        **coefficients,
+    )
+    (gradient,) = torch.autograd.grad(output.loss, hidden)
+    return output, gradient
+
+
+def random_problem(
+    rows: int = 9, vocabulary: int = 37, hidden: int = 8, rank: int = 0, dtype: torch.dtype = torch.float64, seed: int = 0, **options: Any
+) -> dict[str, Any]:
+    """Arguments of `distillation_loss`; options "softcap", "scale", "head_bias", "reduced" switch those parts on."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(DEVICE, dtype)
+
+    problem: dict[str, Any] = {
+        "hidden": normal(rows, hidden),
+        "head": normal(vocabulary, hidden),
+        "teacher_hidden": normal(rows, hidden),
+        "labels": torch.randint(vocabulary, (rows,), generator=generator).to(DEVICE),
+        "weights": torch.rand(rows, generator=generator).to(DEVICE),
+        "cross_entropy": 0.1,
+        "l1": 0.9,
+        "kl": 0.5,
+    }
+    draft_vocabulary = vocabulary
+    if options.get("reduced"):
+        draft_vocabulary = vocabulary // 3
+        problem["draft_rows"] = torch.randperm(vocabulary, generator=generator)[:draft_vocabulary].sort().values.to(DEVICE)
+    if rank:
+        problem |= {"bias_factors": normal(rows, rank), "bias_head": normal(draft_vocabulary, rank)}
+    if options.get("softcap"):
+        problem["logit_softcap"] = 3.0
+    if options.get("scale"):
+        problem["logit_scale"] = 0.6
+    if options.get("head_bias"):
+        problem["head_bias"] = normal(vocabulary)
+    return problem
+
+
+def loss_and_gradients(problem: dict[str, Any], **options: Any) -> tuple[DistillationOutput, list[Tensor]]:
+    names = [name for name in ("hidden", "bias_factors", "bias_head") if name in problem]
+    leaves = {name: problem[name].detach().clone().requires_grad_() for name in names}
+    output = distillation_loss(**(problem | leaves | options))
+    return output, list(torch.autograd.grad(output.loss, list(leaves.values())))
+
+
+def dense_definition(problem: dict[str, Any]) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """Everything over the verifier's whole vocabulary in float64, from probabilities and not from logarithms."""
+    exact = {name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value for name, value in problem.items()}
+    names = [name for name in ("hidden", "bias_factors", "bias_head") if name in problem]
+    for name in names:
+        exact[name] = exact[name].clone().requires_grad_()
+    cap, scale = exact.get("logit_softcap"), exact.get("logit_scale", 1.0)
+
+    def head_logits(hidden: Tensor) -> Tensor:
+        logits = scale * torch.einsum("mh,vh->mv", hidden, exact["head"]) + exact.get("head_bias", 0.0)
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    vocabulary = len(exact["head"])
+    kept = exact.get("draft_rows", torch.arange(vocabulary, device=DEVICE))
+    can_propose = torch.zeros(vocabulary, dtype=torch.bool, device=DEVICE).index_fill(0, kept, True)
+    logits = head_logits(exact["hidden"])
+    if "bias_factors" in exact:
+        bias = torch.zeros_like(logits).index_copy(1, kept, torch.einsum("mr,vr->mv", exact["bias_factors"], exact["bias_head"]))
+        logits = logits + bias
+    unnormalised = logits.exp() * can_propose
+    p = unnormalised / unnormalised.sum(1, keepdim=True)
+    q = head_logits(exact["teacher_hidden"]).exp()
+    q = q / q.sum(1, keepdim=True)
+    q_kept = (q * can_propose) / (q * can_propose).sum(1, keepdim=True)
+
+    rows = {name: torch.zeros(len(p), dtype=torch.float64, device=DEVICE) for name in ("cross_entropy", "l1", "kl", "acceptance")}
+    rows["l1"] = (p - q).abs().sum(1)
+    rows["acceptance"] = torch.minimum(p, q).sum(1)
+    rows["kl"] = (q_kept[:, kept] * (q_kept[:, kept] / p[:, kept]).log()).sum(1)
+    rows["cross_entropy"] = torch.stack(
+        [-p[i, y].log() if can_propose[y] else p.new_zeros(()) for i, y in enumerate(exact["labels"].tolist())]
+    )
+    per_row = sum(exact[name] * rows[name] for name in ("cross_entropy", "l1", "kl"))
+    loss = (exact["weights"] * per_row).sum()
+    gradients = torch.autograd.grad(loss, [exact[name] for name in names])
+    return {"loss": loss.detach(), "matches": p.argmax(1) == q.argmax(1)} | {k: v.detach() for k, v in rows.items()}, list(gradients)
+
+
+def assert_agrees(
+    output: DistillationOutput, gradients: list[Tensor], expected: dict[str, Tensor], exact: list[Tensor], tolerance: float
+) -> None:
+    for name, value in expected.items():
+        actual = getattr(output, name)
+        if value.dtype == torch.bool:
+            assert torch.equal(actual, value), name
+        else:
+            torch.testing.assert_close(
+                actual.double(), value, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+            )
+    for ours, theirs in zip(gradients, exact, strict=True):
+        scale = float(theirs.abs().max())
+        torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=tolerance * scale)
+
+
+# -- printed values ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_the_loss_of_three_logits_has_the_published_values(implementation: str) -> None:
+    draft, teacher = [[1.0, 0.0, -1.0]], [[0.5, 0.5, -2.0]]
+    options = {"dtype": torch.float32, "implementation": implementation}
+    output, cross_entropy_gradient = from_logits(draft, teacher, [0], cross_entropy=1.0, **options)
+    assert output.cross_entropy.item() == pytest.approx(0.40761, abs=6e-6)
+    assert output.l1.item() == pytest.approx(0.47112, abs=6e-6)
+    assert output.acceptance.item() == pytest.approx(0.76444, abs=6e-6)
+    assert cross_entropy_gradient[0].tolist() == pytest.approx([-0.3348, 0.2447, 0.0900], abs=6e-5)
+    _, l1_gradient = from_logits(draft, teacher, [0], l1=1.0, **options)
+    assert l1_gradient[0].tolist() == pytest.approx([0.3256, -0.3697, 0.0441], abs=6e-5)
+    mixed, _ = from_logits(draft, teacher, [0], cross_entropy=0.1, l1=0.9, **options)
+    confidence_loss = 0.54647  # the binary cross-entropy at confidence 0.75 of the same check
+    assert mixed.loss.item() + confidence_loss == pytest.approx(1.01124, abs=1.2e-5)
+
+
+@pytest.mark.parametrize("coefficient", ["cross_entropy", "l1", "kl"])
+def test_gradients_of_the_published_case_equal_finite_differences(coefficient: str) -> None:
+    teacher, step = [[0.5, 0.5, -2.0]], 1e-6
+    _, gradient = from_logits([[1.0, 0.0, -1.0]], teacher, [0], **{coefficient: 1.0})
+    for v in range(3):
+        above, below = [1.0, 0.0, -1.0], [1.0, 0.0, -1.0]
+        above[v] += step
+        below[v] -= step
+        losses = [from_logits([z], teacher, [0], **{coefficient: 1.0})[0].loss.item() for z in (above, below)]
+        assert gradient[0, v].item() == pytest.approx((losses[0] - losses[1]) / (2 * step), abs=1e-8)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_disjoint_distributions_have_an_l1_of_two_and_no_acceptance(implementation: str) -> None:
+    output, _ = from_logits([[200.0, 0.0]], [[0.0, 200.0]], [0], l1=1.0, dtype=torch.float32, implementation=implementation)
+    assert (output.l1.item(), output.loss.item(), output.acceptance.item(), output.matches.item()) == (2.0, 2.0, 0.0, False)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_equal_distributions_lose_nothing_and_pull_nowhere(implementation: str) -> None:
+    logits = [[0.3, -1.0, 2.0, 0.1]]
+    output, gradient = from_logits(logits, logits, [2], l1=1.0, kl=1.0, dtype=torch.float32, implementation=implementation)
+    assert output.loss.item() == pytest.approx(0.0, abs=1e-6)
+    assert output.acceptance.item() == pytest.approx(1.0, abs=1e-6)
+    assert output.matches.item()
+    assert gradient.abs().max().item() < 1e-6
+
+
+# -- against the dense definition --------------------------------------------------------------------------------
+
+VARIANTS = [
+    {},
+    {"rank": 3},
+    {"rank": 3, "softcap": True},
+    {"softcap": True, "scale": True, "head_bias": True},
+    {"rank": 2, "scale": True},
+    {"rank": 3, "reduced": True},
+    {"reduced": True, "softcap": True, "head_bias": True, "rank": 2},
+]
+
+
+def variant_name(variant: dict[str, Any]) -> str:
+    return "+".join(variant) or "plain"
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=variant_name)
+def test_the_reference_equals_the_dense_definition(variant: dict[str, Any]) -> None:
+    problem = random_problem(**variant)
+    output, gradients = loss_and_gradients(problem, chunk_rows=4)
+    assert_agrees(output, gradients, *dense_definition(problem), tolerance=1e-7 if variant.get("reduced") else 1e-10)
+
+
+@pytest.mark.parametrize("vocabulary", [37, 129, 4097])
+@pytest.mark.parametrize("variant", VARIANTS, ids=variant_name)
+def test_the_kernel_equals_the_dense_definition(variant: dict[str, Any], vocabulary: int) -> None:
+    problem = random_problem(rows=5, vocabulary=vocabulary, dtype=torch.float32, **variant)
+    output, gradients = loss_and_gradients(problem, chunk_rows=2, implementation="triton")
+    assert_agrees(output, gradients, *dense_definition(problem), tolerance=2e-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("variant", VARIANTS, ids=variant_name)
+def test_bfloat16_inputs_stay_near_the_exact_loss(variant: dict[str, Any], implementation: str) -> None:
+    problem = random_problem(rows=6, vocabulary=129, dtype=torch.bfloat16, **variant)
+    output, gradients = loss_and_gradients(problem, implementation=implementation)
+    expected, exact = dense_definition(problem)
+    del expected["matches"]  # two logits may round to one bfloat16
+    assert_agrees(output, [], expected, [], tolerance=3e-2)
+    for ours, theirs in zip(gradients, exact, strict=True):
+        # As a whole: where p and q nearly meet, rounding turns the sign in the L1 gradient of single tokens.
+        assert ours.dtype == torch.bfloat16
+        assert float((ours.double() - theirs).norm() / theirs.norm()) < 5e-2
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("coefficient", ["cross_entropy", "l1", "kl"])
+def test_each_loss_alone_has_its_own_gradient(coefficient: str, implementation: str) -> None:
+    problem = random_problem(rank=2, dtype=torch.float32) | {"cross_entropy": 0.0, "l1": 0.0, "kl": 0.0, coefficient: 1.5}
+    output, gradients = loss_and_gradients(problem, implementation=implementation)
+    assert_agrees(output, gradients, *dense_definition(problem), tolerance=2e-5)
+
+
+# -- chunks ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("chunk_rows", [1, 4, 9, 100])
+def test_chunked_equals_unchunked(chunk_rows: int, implementation: str) -> None:
+    problem = random_problem(rows=10, rank=3, dtype=torch.float32)
+    whole, whole_gradients = loss_and_gradients(problem, chunk_rows=10, implementation=implementation)
+    output, gradients = loss_and_gradients(problem, chunk_rows=chunk_rows, implementation=implementation)
+    torch.testing.assert_close(output.loss, whole.loss, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(output.acceptance, whole.acceptance, rtol=1e-6, atol=1e-6)
+    for ours, theirs in zip(gradients, whole_gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the bytes of the largest tensor made inside."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(tensor, Tensor):
+                self.size = max(self.size, tensor.nbytes)
+        return result
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_no_tensor_of_all_rows_by_the_vocabulary_exists(implementation: str) -> None:
+    vocabulary, float_size = 600, 4
+    problem = random_problem(rows=48, vocabulary=vocabulary, hidden=4, rank=2, dtype=torch.float32)
+    for chunk_rows in (12, 24):
+        with LargestTensor() as recorder:
+            loss_and_gradients(problem, chunk_rows=chunk_rows, implementation=implementation)
+        assert recorder.size == chunk_rows * vocabulary * float_size
+
+
+# -- rows that do not count --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_row_of_weight_zero_changes_nothing_whatever_it_holds(implementation: str) -> None:
+    problem = random_problem(rows=6, rank=3, dtype=torch.float32)
+    kept = torch.tensor([0, 1, 3, 5], device=DEVICE)
+    problem["weights"][[2, 4]] = 0.0
+    for name in ("hidden", "teacher_hidden", "bias_factors"):
+        problem[name][2] = math.nan
+        problem[name][4] = math.inf
+    problem["labels"][[2, 4]] = -100
+    output, (hidden, factors, bias_head) = loss_and_gradients(problem, chunk_rows=4, implementation=implementation)
+    smaller = {k: v[kept] if k in ("hidden", "teacher_hidden", "bias_factors", "labels", "weights") else v for k, v in problem.items()}
+    expected, (kept_hidden, kept_factors, kept_bias_head) = loss_and_gradients(smaller, implementation=implementation)
+    torch.testing.assert_close(output.loss, expected.loss)
+    torch.testing.assert_close(hidden[kept], kept_hidden)
+    torch.testing.assert_close(factors[kept], kept_factors)
+    torch.testing.assert_close(bias_head, kept_bias_head)
+    for skipped in (
+        hidden[[2, 4]],
+        factors[[2, 4]],
+        output.l1[[2, 4]],
+        output.acceptance[[2, 4]],
+        output.cross_entropy[[2, 4]],
+        output.kl[[2, 4]],
+    ):
+        assert torch.equal(skipped, torch.zeros_like(skipped))
+    assert not output.matches[[2, 4]].any()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("rows", [0, 5])
+def test_without_a_supervised_row_the_loss_and_all_gradients_are_zero(rows: int, implementation: str) -> None:
+    problem = random_problem(rows=rows, rank=3, dtype=torch.float32)
+    problem["weights"].zero_()
+    output, gradients = loss_and_gradients(problem, implementation=implementation)
+    assert output.loss.item() == 0.0
+    assert all(torch.equal(gradient, torch.zeros_like(gradient)) for gradient in gradients)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_label_the_drafter_cannot_propose_adds_no_cross_entropy_but_costs_acceptance(implementation: str) -> None:
+    # The verifier puts nearly everything on token 2, which the drafter cannot propose.
+    hidden = torch.tensor([[1.0, 0.0, 5.0]], device=DEVICE, requires_grad=True)
+    teacher = torch.tensor([[0.0, 0.0, 30.0]], device=DEVICE)
+    output = distillation_loss(
+        hidden,
+        torch.eye(3, device=DEVICE),
+        teacher,
+        torch.tensor([2], device=DEVICE),
+        torch.ones(1, device=DEVICE),
+        cross_entropy=1.0,
+        l1=0.0,
+        kl=0.0,
+        draft_rows=torch.tensor([0, 1], device=DEVICE),
+        implementation=implementation,
+    )
+    (gradient,) = torch.autograd.grad(output.loss, hidden)
+    assert output.loss.item() == 0.0 and torch.equal(gradient, torch.zeros_like(gradient))
+    assert output.acceptance.item() == pytest.approx(0.0, abs=1e-6)
+    assert output.l1.item() == pytest.approx(2.0, abs=1e-6)
+    assert not output.matches.item()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_reduced_vocabulary_of_every_token_changes_nothing(implementation: str) -> None:
+    problem = random_problem(rank=3, dtype=torch.float32)
+    plain, plain_gradients = loss_and_gradients(problem, implementation=implementation)
+    every = torch.arange(37, device=DEVICE)
+    output, gradients = loss_and_gradients(problem | {"draft_rows": every}, implementation=implementation)
+    torch.testing.assert_close(output.loss, plain.loss)
+    for ours, theirs in zip(gradients, plain_gradients, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+# -- autograd ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_the_upstream_gradient_scales_every_gradient(implementation: str) -> None:
+    problem = random_problem(rank=3, dtype=torch.float32)
+    hidden, bias_head = problem["hidden"].requires_grad_(), problem["bias_head"].requires_grad_()
+    once = torch.autograd.grad(distillation_loss(**problem, implementation=implementation).loss, [hidden, bias_head])
+    scaled = torch.autograd.grad(distillation_loss(**problem, implementation=implementation).loss * -2.5, [hidden, bias_head])
+    for ours, theirs in zip(scaled, once, strict=True):
+        torch.testing.assert_close(ours, -2.5 * theirs)
+
+
+def test_only_the_loss_carries_a_gradient_and_the_head_stays_frozen() -> None:
+    problem = random_problem()
+    for name in ("hidden", "head", "teacher_hidden"):
+        problem[name].requires_grad_()
+    output = distillation_loss(**problem)
+    assert not any(x.requires_grad for x in (output.cross_entropy, output.l1, output.kl, output.acceptance))
+    output.loss.backward()
+    assert problem["hidden"].grad is not None
+    assert problem["head"].grad is None and problem["teacher_hidden"].grad is None
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_without_autograd_the_values_are_the_same(implementation: str) -> None:
+    problem = random_problem(rank=3, dtype=torch.float32)
+    with torch.no_grad():
+        quiet = distillation_loss(**problem, implementation=implementation)
+    output, _ = loss_and_gradients(problem, implementation=implementation)
+    assert not quiet.loss.requires_grad
+    torch.testing.assert_close(quiet.loss, output.loss.detach())
+    assert torch.equal(quiet.acceptance, output.acceptance)
+
+
+def test_bias_factors_without_a_bias_head_are_refused() -> None:
+    problem = random_problem(rank=3)
+    del problem["bias_head"]
+    with pytest.raises(ValueError, match="bias_factors and bias_head together"):
+        distillation_loss(**problem)
+
+
+# -- log-probabilities of labels ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=variant_name)
+def test_label_log_probability_is_minus_the_cross_entropy(variant: dict[str, Any]) -> None:
+    problem = random_problem(**variant)
+    problem["weights"].fill_(1.0)
+    expected = dense_definition(problem)[0]["cross_entropy"]
+    arguments = {k: v for k, v in problem.items() if k not in ("teacher_hidden", "weights", "cross_entropy", "l1", "kl")}
+    actual = label_log_probability(**arguments, chunk_rows=4)
+    outside = expected == 0
+    assert actual.dtype == torch.float32
+    assert actual[outside].isneginf().all()
+    assert outside.any() == bool(variant.get("reduced"))
+    torch.testing.assert_close(actual[~outside].double(), -expected[~outside], rtol=1e-6, atol=1e-6)
+
+
+# -- CUDA --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs exist on CUDA only")
+def test_loss_and_gradients_replay_as_a_cuda_graph() -> None:
+    problem = random_problem(rows=300, vocabulary=4096, hidden=64, rank=8, dtype=torch.bfloat16)
+    leaves = {name: problem[name].requires_grad_() for name in ("hidden", "bias_factors", "bias_head")}
+
+    def step() -> tuple[Tensor, ...]:
+        output = distillation_loss(**problem, chunk_rows=128)
+        return output.loss, *torch.autograd.grad(output.loss, list(leaves.values()))
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = step()
+    with torch.no_grad():
+        problem["hidden"].copy_(torch.randn_like(problem["hidden"]))
+    graph.replay()
+    for ours, eager in zip(replayed, step(), strict=True):
+        torch.testing.assert_close(ours, eager)

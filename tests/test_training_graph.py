@@ -1,0 +1,75 @@
+"""What may be captured in a CUDA graph: no step reads a number on the host, has a shape that depends on data, or uploads anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_verifier
+from tiny_training import DRAFTERS, packed_rows, tiny_config
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from speculators.training.build import build_speculator
+from speculators.training.graph import Capture
+from speculators.training.optimizer import DrafterOptimizer
+from speculators.training.source import hidden_state_source
+from speculators.training.step import TrainingStep
+
+METHODS: dict[str, dict[str, Any]] = {
+    **DRAFTERS,
+    "dflash": {**DRAFTERS["dflash"], "draft_vocab_size": 16, "training": {"anchors": 4, "position_weights": "dpace"}},
+    "peagle": {"num_layers": 2, "num_draft_tokens": 3, "aux_hidden_state_layer_ids": [1, 2], "mask_token_id": 3},
+    "eagle3": {"num_draft_tokens": 3, "aux_hidden_state_layer_ids": [1, 2]},
+}
+
+# Each of these waits for the device, or copies from the host's memory, on CUDA.
+FORBIDDEN = {
+    "_local_scalar_dense": "reads a number",
+    "equal": "compares on the host",
+    "is_nonzero": "reads a number",
+    "lift_fresh": "builds a tensor from Python values",
+    "masked_select": "has a shape that depends on data",
+    "nonzero": "has a shape that depends on data",
+    "_unique2": "has a shape that depends on data",
+    "unique_dim": "has a shape that depends on data",
+    "unique_consecutive": "has a shape that depends on data",
+    "repeat_interleave": "has a shape that depends on data",
+    "bincount": "has a shape that depends on data",
+}
+
+
+class NoHost(TorchDispatchMode):
+    """Fails at the first operation that a CUDA graph could not hold."""
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = operation._overloadpacket.__name__
+        assert name not in FORBIDDEN, f"{name} {FORBIDDEN[name]}"
+        if name in ("index", "index_put_", "index_put", "_index_put_impl_", "_unsafe_index"):
+            masks = [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
+            assert not masks, f"{name} with a mask has a shape that depends on data"
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("cache_states", [True, False], ids=["cached", "computed"])
+@pytest.mark.parametrize("method", list(METHODS))
+def test_a_step_can_be_captured_whole(method: str, cache_states: bool, optimizer: str) -> None:
+    verifier, rows = tiny_verifier(seed=3), packed_rows()
+    config = tiny_config(method=method, options=METHODS[method], optimizer=optimizer, weight_decay=0.1)
+    speculator = build_speculator(config, verifier, rows, None)
+    source = hidden_state_source(verifier, speculator.aux_hidden_state_layer_ids, rows, cache_states=cache_states)
+    step = TrainingStep(speculator, source, source, DrafterOptimizer(speculator, config), config, torch.float32, Capture(verifier.device))
+    step.run(0, torch.arange(4), 1e-3)  # warm-up: sums and tables are made at the first call
+    step.evaluate()
+    with NoHost():
+        step.micro_batch()
+        step.update()
+        step.evaluation_batch()
+
+
+def test_the_detector_sees_what_it_must() -> None:
+    x = torch.arange(4.0)
+    for forbidden in (lambda: x.sum().item(), lambda: x[x > 1], lambda: x.nonzero(), lambda: torch.tensor([1.0]), lambda: bool(x.any())):
+        with pytest.raises(AssertionError), NoHost():
+            forbidden()

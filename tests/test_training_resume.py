@@ -1,0 +1,233 @@
+"""Interruptions: what is saved, what a resumed run does, what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from tiny_models import tiny_verifier
+from tiny_training import DRAFTERS, packed_rows, tiny_config
+
+from speculators import checkpoint
+from speculators.errors import CheckpointError, ConfigError, TrainingInterrupted
+from speculators.speculator import Speculator
+from speculators.training import resume as resume_module
+from speculators.training.resume import STATE_FILE
+from speculators.training.step import TrainingStep
+from speculators.training.trainer import train
+from speculators.verifier import Verifier
+
+
+@pytest.fixture(scope="module")
+def verifier() -> Verifier:
+    return tiny_verifier(seed=3)
+
+
+def state_of(folder: Path) -> dict[str, torch.Tensor]:
+    with safe_open(folder / STATE_FILE, framework="pt") as stream:
+        return {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118
+
+
+def losses_of(folder: Path) -> list[tuple[int, float]]:
+    records = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [(record["step"], record["loss"]) for record in records if record["kind"] == "train"]
+
+
+def interrupted_after(step: int, number: int = signal.SIGTERM) -> Any:
+    """A log callback that sends this process a signal once `step` steps are done."""
+
+    def on_record(record: dict[str, Any]) -> None:
+        if record["kind"] == "train" and record["step"] == step:
+            os.kill(os.getpid(), number)
+
+    return on_record
+
+
+def interrupt(verifier: Verifier, config: Any, step: int, **arguments: Any) -> TrainingInterrupted:
+    with pytest.raises(TrainingInterrupted) as caught:
+        train(verifier, packed_rows(), config, on_record=interrupted_after(step), **arguments)
+    return caught.value
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("method", ["dflash", "dspark"])
+def test_a_resumed_run_ends_bit_for_bit_as_the_uninterrupted_one(verifier: Verifier, tmp_path: Path, method: str, optimizer: str) -> None:
+    fields = {"method": method, "options": DRAFTERS[method], "optimizer": optimizer, "steps": 9, "weight_decay": 0.1, "accumulation": 2}
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    held_out = packed_rows(3, seed=9)
+    first = train(verifier, packed_rows(), tiny_config(output=whole, **fields), held_out=held_out)
+
+    # 8 rows, 4 a step: step 5 is the first half of an epoch.
+    interrupt(verifier, tiny_config(output=parted, **fields), 5, held_out=held_out)
+    halfway = state_of(parted)
+    assert any(value.any() for name, value in halfway.items() if name.endswith("exp_avg"))  # not two empty states
+    assert any(value.any() for name, value in halfway.items() if name.startswith("optimizer.muon.")) == (optimizer == "muon")
+    second = train(verifier, packed_rows(), tiny_config(output=parted, **fields), held_out=held_out, resume=True)
+
+    expected, actual = state_of(whole), state_of(parted)
+    assert expected.keys() == actual.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(actual[name], tensor), name
+    assert all(torch.equal(value, second.state_dict()[name]) for name, value in first.state_dict().items())
+    assert losses_of(whole) == losses_of(parted) and len(losses_of(whole)) == 9
+
+
+def test_a_resumed_run_goes_on_with_the_next_rows(verifier: Verifier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[int]] = []
+    real = TrainingStep.run
+
+    def watch(self: TrainingStep, step: int, rows: torch.Tensor, learning_rate: float) -> None:
+        seen.append(rows.tolist())
+        real(self, step, rows, learning_rate)
+
+    monkeypatch.setattr(TrainingStep, "run", watch)
+    config = tiny_config(output=tmp_path / "run", rows_per_step=1, steps=16)
+    interrupt(verifier, config, 5)
+    assert len(seen) == 5
+    train(verifier, packed_rows(), config, resume=True)
+    visited = [row for rows in seen for row in rows]
+    assert sorted(visited[:8]) == sorted(visited[8:]) == list(range(8))
+
+
+def test_a_crash_after_a_save_repeats_the_lost_steps_and_logs_them_once(verifier: Verifier, tmp_path: Path) -> None:
+    def crash(record: dict[str, Any]) -> None:
+        if record["step"] == 5:
+            raise RuntimeError("power cut")
+
+    config = tiny_config(output=tmp_path / "run", save_every=3)
+    with pytest.raises(RuntimeError, match="power cut"):
+        train(verifier, packed_rows(), config, on_record=crash)
+    steps: list[int] = []
+    train(verifier, packed_rows(), config, resume=True, on_record=lambda record: steps.append(record["step"]))
+    assert steps == [4, 5, 6]
+    assert [json.loads(line)["step"] for line in (tmp_path / "run" / "log.jsonl").open()] == [1, 2, 3, 4, 5, 6]
+
+
+def test_sigint_stops_too_and_the_handlers_are_put_back(verifier: Verifier, tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with pytest.raises(TrainingInterrupted, match=r"stopped by SIGINT after step 2: the state is in .*; resume=True continues") as caught:
+        train(verifier, packed_rows(), tiny_config(output=tmp_path / "run"), on_record=interrupted_after(2, signal.SIGINT))
+    assert caught.value.exit_code == 130
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_a_finished_run_resumes_to_what_it_was(verifier: Verifier, tmp_path: Path) -> None:
+    config = tiny_config(output=tmp_path / "run")
+    first = train(verifier, packed_rows(), config)
+    again = train(verifier, packed_rows(), config, resume=True)
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in first.state_dict().items())
+    loaded = checkpoint.load(tmp_path / "run", verifier.weights)
+    for name, value in loaded.state_dict().items():
+        torch.testing.assert_close(value.float(), first.state_dict()[name], rtol=2**-8, atol=0)  # stored in bfloat16
+
+
+def test_a_run_is_never_overwritten_unasked(verifier: Verifier, tmp_path: Path) -> None:
+    config = tiny_config(output=tmp_path / "run", steps=1)
+    train(verifier, packed_rows(), config)
+    before = (tmp_path / "run" / STATE_FILE).read_bytes()
+    with pytest.raises(ConfigError, match=r"already holds a training run; pass resume=True"):
+        train(verifier, packed_rows(), config)
+    assert (tmp_path / "run" / STATE_FILE).read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("fields", "rows_seed", "said"),
+    [
+        ({"seed": 1}, 0, r"a run with seed = 0, not 1"),
+        ({"rows_per_step": 2}, 0, r"a run with rows_per_step = 4, not 2"),
+        ({"optimizer": "muon"}, 0, r"a run with optimizer = 'adamw', not 'muon'"),
+        ({"options": {"tap": 2}}, 0, r"a run with options = {}, not {'tap': 2}"),
+        ({}, 4, r"a run on other training rows"),
+    ],
+)
+def test_another_run_cannot_resume_this_one(verifier: Verifier, tmp_path: Path, fields: dict[str, Any], rows_seed: int, said: str) -> None:
+    train(verifier, packed_rows(), tiny_config(output=tmp_path / "run", steps=1))
+    with pytest.raises(ConfigError, match=said):
+        train(verifier, packed_rows(seed=rows_seed), tiny_config(output=tmp_path / "run", **fields), resume=True)
+
+
+def test_a_run_can_be_made_longer(verifier: Verifier, tmp_path: Path) -> None:
+    train(verifier, packed_rows(), tiny_config(output=tmp_path / "run", steps=2))
+    steps: list[int] = []
+    train(verifier, packed_rows(), tiny_config(output=tmp_path / "run", steps=4), resume=True, on_record=lambda r: steps.append(r["step"]))
+    assert steps == [3, 4]
+
+
+def test_a_damaged_state_is_refused(verifier: Verifier, tmp_path: Path) -> None:
+    config = tiny_config(output=tmp_path / "run", steps=1)
+    train(verifier, packed_rows(), config)
+    state = tmp_path / "run" / STATE_FILE
+    state.write_bytes(state.read_bytes()[:200])
+    with pytest.raises(CheckpointError, match="cannot read the training state"):
+        train(verifier, packed_rows(), config, resume=True)
+
+
+def test_a_save_that_fails_leaves_the_earlier_state_whole(verifier: Verifier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_config(output=tmp_path / "run", save_every=2)
+    real, calls = resume_module.save_file, []
+
+    def full_disk(tensors: dict[str, torch.Tensor], path: str, **more: Any) -> None:
+        calls.append(path)
+        if len(calls) == 2:
+            Path(path).write_bytes(b"half")
+            raise OSError("no space left on device")
+        real(tensors, path, **more)
+
+    monkeypatch.setattr(resume_module, "save_file", full_disk)
+    with pytest.raises(OSError, match="no space left"):
+        train(verifier, packed_rows(), config)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["log.jsonl", "training.json", STATE_FILE]
+    steps: list[int] = []
+    train(verifier, packed_rows(), config, resume=True, on_record=lambda record: steps.append(record["step"]))
+    assert steps == [3, 4, 5, 6]
+
+
+def test_starting_from_a_drafter_is_step_zero_and_leaves_that_drafter_alone(verifier: Verifier, tmp_path: Path) -> None:
+    first = train(verifier, packed_rows(), tiny_config(options={"tap": 2}, output=tmp_path / "first"))
+    before = {name: value.clone() for name, value in first.state_dict().items()}
+    steps: list[int] = []
+    config = tiny_config(steps=2, learning_rate=1e-30)
+    from_object = train(verifier, packed_rows(seed=5), config, init_from=first, on_record=lambda r: steps.append(r["step"]))
+    from_folder = train(verifier, packed_rows(seed=5), config, init_from=tmp_path / "first")
+    assert steps == [1, 2]
+    assert from_object.aux_hidden_state_layer_ids == from_folder.aux_hidden_state_layer_ids == (2,)  # its own taps, not the default
+    for name, value in before.items():
+        assert torch.equal(first.state_dict()[name], value)
+        torch.testing.assert_close(from_object.state_dict()[name], value)
+        torch.testing.assert_close(from_folder.state_dict()[name], value, rtol=2**-8, atol=0)
+
+
+def test_starting_from_a_drafter_keeps_its_draft_vocabulary(verifier: Verifier) -> None:
+    config = tiny_config(method="dflash", options={**DRAFTERS["dflash"], "draft_vocab_size": 16}, steps=1)
+    first = train(verifier, packed_rows(), config)
+    tuned = train(verifier, packed_rows(seed=77), tiny_config(method="dflash", steps=1), init_from=first)
+    assert torch.equal(tuned.draft_token_ids(), first.draft_token_ids())
+
+
+def test_a_drafter_of_another_method_or_with_options_is_no_start(verifier: Verifier) -> None:
+    toy = train(verifier, packed_rows(), tiny_config(steps=1))
+    with pytest.raises(ConfigError, match="training dflash cannot start from a toy drafter"):
+        train(verifier, packed_rows(), tiny_config(method="dflash"), init_from=toy)
+    with pytest.raises(ConfigError, match=r"options \['tap'\] cannot change a drafter"):
+        train(verifier, packed_rows(), tiny_config(options={"tap": 2}), init_from=toy)
+
+
+def test_resume_wins_over_a_start_once_there_is_something_to_resume(verifier: Verifier, tmp_path: Path) -> None:
+    start = train(verifier, packed_rows(), tiny_config(seed=4, steps=1))
+    config = tiny_config(output=tmp_path / "run", learning_rate=1e-30, steps=2)
+    first = train(verifier, packed_rows(), config, init_from=start, resume=True)
+    torch.testing.assert_close(first.state_dict(), start.state_dict())
+    other = train(verifier, packed_rows(), tiny_config(seed=5, steps=1))
+    again: Speculator = train(verifier, packed_rows(), config, init_from=other, resume=True)
+    torch.testing.assert_close(again.state_dict(), start.state_dict())
+
+
+def test_resume_without_a_folder_is_refused(verifier: Verifier) -> None:
+    with pytest.raises(ConfigError, match="resume needs an output folder"):
+        train(verifier, packed_rows(), tiny_config(), resume=True)
