@@ -93,6 +93,7 @@ def evaluate_together(
         decoded = decode(verifier, drafters[name], together, at_temperature, k)
         same = compare(verifier, together, decoded.token_ids, reference.token_ids) if temperature == 0 else None
         template = Run(
+            verifier=options.verifier,
             method=name,
             checkpoint=None if name == PROMPT_LOOKUP else str(options.checkpoints / name),
             parameters=parameter_count(drafters[name]),

@@ -1,8 +1,8 @@
 """How the drafters under checkpoints/smollm2-135m-instruct were made: generate, tune, train. Needs a CUDA GPU.
 
     python benchmarks/train_default_drafters.py generate --seconds 240 --seed 1 --output build/data/seed1
-    python benchmarks/train_default_drafters.py tune --data build/data --methods dspark --seconds 20 --output build/tune
-    python benchmarks/train_default_drafters.py train --data build/data --methods dspark --seconds 300 --output build/drafters
+    python benchmarks/train_default_drafters.py tune --data build/data --methods dspark --steps 250 --output build/tune
+    python benchmarks/train_default_drafters.py train --data build/data --methods dspark --steps 5400 --output build/drafters
 
 One contract for all four: the same conversations, taps [2, 15, 27], seven draft tokens. Every command is limited by wall
 time and finishes its whole schedule within it.
@@ -20,27 +20,27 @@ from typing import Any
 import torch
 
 from speculators import Verifier
-from speculators.data.rows import Conversation, pack, split_held_out
+from speculators.checkpoint import save
+from speculators.data.questions import SynthesisSettings
+from speculators.data.rows import Conversation, PackedRows, pack, split_held_out
 from speculators.data.storage import load_conversations
 from speculators.data.synthesis import synthesize
-from speculators.data.questions import SynthesisSettings
 from speculators.training.config import TrainingConfig
 from speculators.training.trainer import train
 
 CONTRACT: dict[str, Any] = {"aux_hidden_state_layer_ids": [2, 15, 27], "num_draft_tokens": 7}
+MASK_TOKEN = {"mask_token_id": 16}  # <empty_output>: its embedding row was never trained
+# Sizes fill 24 MB in bfloat16, and the number of anchors about 28,000 supervised slots a step.
 OPTIONS: dict[str, dict[str, Any]] = {
     "eagle3": {"num_layers": 1, "training": {"anchors": 128}},
-    "peagle": {
-        "num_layers": 4,
-        "intermediate_size": 768,
-        "train_embedding": False,
-        "training": {"anchors": 192, "position_weights": "uniform"},
-    },
-    "dflash": {"num_layers": 4, "intermediate_size": 768, "training": {"anchors": 128}},
-    "dspark": {"num_layers": 4, "intermediate_size": 576, "markov_rank": 32, "training": {"anchors": 128}},
+    "peagle": {**MASK_TOKEN, "num_layers": 5, "intermediate_size": 576, "train_embedding": False, "training": {"anchors": 192}},
+    "dflash": {**MASK_TOKEN, "num_layers": 4, "intermediate_size": 768, "training": {"anchors": 128}},
+    "dspark": {**MASK_TOKEN, "num_layers": 4, "intermediate_size": 576, "markov_rank": 32, "training": {"anchors": 128}},
 }
 LEARNING_RATES = {"eagle3": 2e-3, "peagle": 2e-3, "dflash": 2e-3, "dspark": 2e-3}
 ROW_LENGTH = 512
+REPLY_TEMPERATURES = ((0.35, 0.0), (0.45, 0.7), (0.2, 1.0))  # share, temperature
+MAX_SHARD_BYTES = 15_000_000
 
 
 def load_data(folder: Path, limit: int | None = None) -> tuple[list[Conversation], list[Conversation]]:
@@ -52,37 +52,65 @@ def load_data(folder: Path, limit: int | None = None) -> tuple[list[Conversation
     return kept[:limit], held_out[:2000]
 
 
-def configuration(method: str, args: argparse.Namespace, learning_rate: float, output: Path | None) -> TrainingConfig:
+def configuration(
+    method: str, args: argparse.Namespace, learning_rate: float, seconds: float | None, output: Path | None
+) -> TrainingConfig:
     """The run of one method."""
     return TrainingConfig(
         method=method,
-        options={**CONTRACT, **OPTIONS[method]},
+        options={**CONTRACT, **OPTIONS[method], **json.loads(args.options)},
         output=output,
-        time_budget_seconds=args.seconds,
+        steps=args.steps,
+        time_budget_seconds=seconds,
         rows_per_step=args.rows_per_step,
         row_length=ROW_LENGTH,
         learning_rate=learning_rate,
         optimizer=args.optimizer,
         checkpoint_form="compact",
-        cache_memory_fraction=0.75,
+        cache_memory_fraction=0.8,
         log_every=100,
         seed=args.seed,
         progress=False,
     )
 
 
-def run(method: str, args: argparse.Namespace, learning_rate: float, output: Path | None, rows: Any, held_out: Any, verifier: Verifier) -> dict[str, Any]:
+def tuned_rate(folder: Path, method: str) -> float:
+    """The learning rate whose short run reached the longest teacher-forced acceptance length."""
+    runs = [json.loads(line) for line in (folder / f"tune-{method}.jsonl").read_text().splitlines()]
+    best = max(runs, key=lambda one: one["teacher_forced"]["acceptance_length"] + one["teacher_forced"]["greedy_acceptance_length"])
+    return float(best["learning_rate"])
+
+
+def run(
+    method: str,
+    args: argparse.Namespace,
+    learning_rate: float,
+    seconds: float | None,
+    output: Path | None,
+    rows: PackedRows,
+    held_out: PackedRows,
+    verifier: Verifier,
+) -> dict[str, Any]:
     """Train once; returns the last held-out record with the run's figures."""
     started = time.monotonic()
     records: list[dict[str, Any]] = []
     speculator = train(
-        verifier, rows, configuration(method, args, learning_rate, output), held_out=held_out, on_record=records.append
+        verifier, rows, configuration(method, args, learning_rate, seconds, output), held_out=held_out, on_record=records.append
     )
+    if output is not None:
+        save(speculator, output / "release", form="compact", max_shard_bytes=MAX_SHARD_BYTES)
     held = [r for r in records if r["kind"] == "teacher-forced"][-1]
     trained = [r for r in records if r["kind"] == "train"]
     return {
         "method": method,
         "learning_rate": learning_rate,
+        "options": args.options,
+        "rows": len(rows),
+        "reply_tokens": rows.reply_tokens,
+        "tokens_seen": sum(r["tokens"] for r in trained),
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
+        "seed": args.seed,
+        "optimizer": args.optimizer,
         "steps": held["step"],
         "seconds": round(time.monotonic() - started, 1),
         "tokens_per_second": round(trained[-1]["tokens_per_second"]) if trained else None,
@@ -98,7 +126,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["generate", "tune", "train"])
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=240.0, help="of generation, or of training each method")
+    parser.add_argument("--seconds", type=float, nargs="+", help="of generation, or the most of training, one for each method")
+    parser.add_argument("--tuned", type=Path, help="folder of `tune`: train with each method's best learning rate there")
+    parser.add_argument("--steps", type=int, help="optimizer steps of each method")
+    parser.add_argument("--options", default="{}", help="JSON of algorithm options that replace the contract's, for tuning")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--slots", type=int, default=2048)
     parser.add_argument("--data", type=Path)
@@ -110,11 +141,18 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
     torch.set_float32_matmul_precision("high")
-    verifier = Verifier.from_pretrained("smollm2-135m-instruct", dtype=torch.bfloat16 if args.device == "cuda" else torch.float32, device=args.device)
+    verifier = Verifier.from_pretrained(
+        "smollm2-135m-instruct", dtype=torch.bfloat16 if args.device == "cuda" else torch.float32, device=args.device
+    )
     if args.command == "generate":
         prompts = sorted((Path(__file__).parent / "prompts").glob("*.jsonl"))
         made = synthesize(
-            verifier, SynthesisSettings(seed=args.seed), seconds=args.seconds, exclude=prompts, slots=args.slots, progress=False
+            verifier,
+            SynthesisSettings(seed=args.seed, max_reply_tokens=224, max_tokens=384, reply_temperatures=REPLY_TEMPERATURES),
+            seconds=args.seconds[0],
+            exclude=prompts,
+            slots=args.slots,
+            progress=False,
         )
         made.save(args.output)
         print(json.dumps({**made.header, "reply_tokens": sum(c.reply_tokens for c in made.conversations)}, indent=1))
@@ -124,11 +162,14 @@ def main() -> None:
     rows, held_out = pack(kept, ROW_LENGTH, seed=0), pack(held_out_conversations, ROW_LENGTH, seed=0)
     print(f"{len(kept)} conversations, {len(rows)} rows, {rows.reply_tokens} reply tokens, {time.monotonic() - started:.1f} s", flush=True)
     args.output.mkdir(parents=True, exist_ok=True)
-    for method in args.methods:
-        rates = args.learning_rates if args.command == "tune" else [LEARNING_RATES[method]]
+    for method, seconds in zip(args.methods, args.seconds or [None] * len(args.methods), strict=True):
+        if args.command == "tune":
+            rates, output = args.learning_rates, None
+        else:
+            rates = [tuned_rate(args.tuned, method) if args.tuned else LEARNING_RATES[method]]
+            output = args.output / method
         for rate in rates:
-            output = args.output / method if args.command == "train" else None
-            result = run(method, args, rate, output, rows, held_out, verifier)
+            result = run(method, args, rate, seconds, output, rows, held_out, verifier)
             with (args.output / f"{args.command}-{method}.jsonl").open("a") as stream:
                 stream.write(json.dumps(result) + "\n")
             print(json.dumps(result), flush=True)

@@ -10,7 +10,7 @@ never another block. Slots count positions: context slot c sits at position c an
 context_end + j, so query i, the last B of the Bk block slots, sits at p = context_end + i + Bk - B. A sliding
 window W hides keys at positions <= p - W.
 
-This is the reference: one scaled dot-product attention with an additive mask over all blocks of a row.
+This is the reference: scaled dot-product attention with an additive mask, over some blocks of a row at a time.
 """
 
 import math
@@ -19,6 +19,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+# Blocks of a row go through in groups of about this many queries: a query then meets the keys of its group's blocks,
+# all masked but its own, instead of those of every block in the row.
+_GROUP_QUERIES = 256
 
 # The memory-efficient CUDA kernel wants every stride of the mask to be a multiple of this many elements;
 # any other mask is copied at each call.
@@ -30,11 +34,12 @@ class BlockAttentionMask:
     """The visibility of one batch of blocks, shared by all layers with the same window; `block_attention_mask` makes it.
 
     Attributes:
-        additive: [R, 1, N * B, keys rounded up] 0 where visible, -inf elsewhere, in the queries' dtype.
+        groups: for each group of consecutive blocks, how many they are and [R, 1, their queries, keys rounded up], 0
+            where visible, -inf elsewhere, in the queries' dtype.
         block_valid: [R, N] bool or None.
     """
 
-    additive: Tensor
+    groups: tuple[tuple[int, Tensor], ...]
     block_valid: Tensor | None
 
 
@@ -105,21 +110,25 @@ def block_attention_mask(
     Args:
         dtype: the queries' dtype.
     """
-    # Invalid blocks attend as valid ones here, so that no softmax is empty; `block_attention` zeroes their output.
-    visible = block_attention_table(
-        context_start,
-        context_end,
-        context_length=context_length,
-        block_queries=block_queries,
-        block_keys=block_keys,
-        causal=causal,
-        window=window,
-    )
-    rows, queries, keys = visible.shape
-    aligned = math.ceil(keys / _MASK_ALIGNMENT) * _MASK_ALIGNMENT
-    additive = torch.full((rows, 1, queries, aligned), float("-inf"), dtype=dtype, device=visible.device)
-    additive[:, 0, :, :keys].masked_fill_(visible, 0.0)
-    return BlockAttentionMask(additive, block_valid)
+    groups = []
+    size = max(1, _GROUP_QUERIES // block_queries)
+    for first in range(0, context_end.shape[1], size):
+        # Invalid blocks attend as valid ones here, so that no softmax is empty; `block_attention` zeroes their output.
+        visible = block_attention_table(
+            context_start[:, first : first + size],
+            context_end[:, first : first + size],
+            context_length=context_length,
+            block_queries=block_queries,
+            block_keys=block_keys,
+            causal=causal,
+            window=window,
+        )
+        rows, queries, keys = visible.shape
+        aligned = math.ceil(keys / _MASK_ALIGNMENT) * _MASK_ALIGNMENT
+        additive = torch.full((rows, 1, queries, aligned), float("-inf"), dtype=dtype, device=visible.device)
+        additive[:, 0, :, :keys].masked_fill_(visible, 0.0)
+        groups.append((queries // block_queries, additive))
+    return BlockAttentionMask(tuple(groups), block_valid)
 
 
 def block_attention(
@@ -162,9 +171,7 @@ def block_attention(
     Returns:
         [R, N, B, Hq, D] in the query's dtype.
     """
-    rows, blocks, block_queries, heads, head_dim = query.shape
-    block_keys, key_heads = block_key.shape[2:4]
-    groups = heads // key_heads
+    block_queries, block_keys = query.shape[2], block_key.shape[2]
     if mask is None:
         mask = block_attention_mask(
             context_start,
@@ -177,9 +184,26 @@ def block_attention(
             window=window,
             block_valid=block_valid,
         )
+    outputs, first = [], 0
+    for count, additive in mask.groups:
+        part = slice(first, first + count)
+        first += count
+        outputs.append(_group_attention(query[:, part], block_key[:, part], block_value[:, part], context_key, context_value, additive, scale))
+    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+    if mask.block_valid is not None:
+        output = torch.where(mask.block_valid[:, :, None, None, None], output, 0.0)
+    return output
+
+
+def _group_attention(
+    query: Tensor, block_key: Tensor, block_value: Tensor, context_key: Tensor, context_value: Tensor, additive: Tensor, scale: float | None
+) -> Tensor:
+    """Attention of one group of blocks under its mask, shapes as in `block_attention`."""
+    rows, blocks, block_queries, heads, head_dim = query.shape
+    key_heads = block_key.shape[3]
+    groups = heads // key_heads
     key = torch.cat([context_key, block_key.flatten(1, 2)], dim=1)  # [R, K, Hk, D]
     value = torch.cat([context_value, block_value.flatten(1, 2)], dim=1)
-    additive = mask.additive
     queries = query.flatten(1, 2).unflatten(2, (key_heads, groups))  # [R, Q, Hk, G, D]
     if blocks == 1:
         # Drafting: few queries, a long context. The heads of a group become more queries; nothing is repeated
@@ -201,7 +225,4 @@ def block_attention(
         output = output.unflatten(2, (groups, block_queries)).permute(0, 3, 1, 2, 4).flatten(2, 3)  # [R, Q, Hq, D]
     else:
         output = output.transpose(1, 2)
-    output = output.reshape(rows, blocks, block_queries, heads, head_dim)
-    if mask.block_valid is not None:
-        output = torch.where(mask.block_valid[:, :, None, None, None], output, 0.0)
-    return output
+    return output.reshape(rows, blocks, block_queries, heads, head_dim)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-# Set before torch starts its thread pool: tiny models run slower on many threads than on two.
-os.environ.setdefault("OMP_NUM_THREADS", str(min(2, os.cpu_count() or 1)))
+# Set before torch starts its thread pool: tiny models run slower on many threads, and workers share the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else str(min(2, os.cpu_count() or 1)))
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on a model hub
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_drafters import HIDDEN, VOCABULARY, decode_logits, drafter, packed_batch, verifier_weights
 from torch import Tensor
 
 from speculators.algorithms import objective
 from speculators.algorithms.anchors import Anchors
 from speculators.speculator import Speculator
 from speculators.training.batch import TrainingBatch
-from tests.tiny_drafters import HIDDEN, VOCABULARY, decode_logits, drafter, packed_batch, verifier_weights
 
 # A block drawn shorter than it was trained is another computation only where its slots see later ones.
 CASES: list[tuple[str, dict[str, Any]]] = [

@@ -314,3 +314,22 @@ def test_block_attention_replays_as_a_cuda_graph(blocks: int) -> None:
     end.fill_(60)
     graph.replay()
     torch.testing.assert_close(replayed, block_attention(*inputs, start, end, causal=True))
+
+
+@pytest.mark.parametrize("blocks", [1, 36, 37, 75])
+def test_blocks_in_several_groups_attend_as_in_one(blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than 256 queries a row go through in groups; what a block sees does not depend on its group."""
+    from speculators.kernels import block_attention as module
+
+    generator = torch.Generator().manual_seed(blocks)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    query, key, value = normal(2, blocks, 7, 4, 8), normal(2, blocks, 7, 2, 8), normal(2, blocks, 7, 2, 8)
+    context_key, context_value = normal(2, 40, 2, 8), normal(2, 40, 2, 8)
+    end = torch.randint(0, 41, (2, blocks), generator=generator)
+    arguments = (query, key, value, context_key, context_value, torch.zeros_like(end), end)
+    grouped = module.block_attention(*arguments, causal=False)
+    monkeypatch.setattr(module, "_GROUP_QUERIES", 10**6)
+    torch.testing.assert_close(grouped, module.block_attention(*arguments, causal=False), atol=1e-12, rtol=1e-12)

@@ -204,6 +204,9 @@ def test_shards_stay_below_their_limit_and_load_as_one(tmp_path: Path) -> None:
     save(speculator, tmp_path, dtype="float32", max_shard_bytes=80_000)
     shards = [file for file in weight_files(tmp_path) if file.suffix == ".safetensors"]
     assert len(shards) > 1 and all(file.stat().st_size <= 80_000 for file in shards)
+    exactly = sum(tensor.nbytes for tensor in speculator.state_dict().values())
+    save(speculator, tmp_path / "exactly", dtype="float32", max_shard_bytes=exactly)
+    assert all(file.stat().st_size <= exactly for file in weight_files(tmp_path / "exactly")), "the header counts"
     restored = load(tmp_path, verifier_weights()).state_dict()
     assert all(torch.equal(tensor, restored[name]) for name, tensor in speculator.state_dict().items())
     assert weights_sha256(tmp_path) == {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in shards}

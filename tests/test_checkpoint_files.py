@@ -63,6 +63,14 @@ def test_a_trained_embedding_cannot_be_saved_compact(tmp_path: Path) -> None:
     assert not (tmp_path / "x").exists()
 
 
+def test_an_embedding_that_differs_only_beyond_bfloat16_counts_as_trained_in_float32(tmp_path: Path) -> None:
+    speculator = drafter("peagle")
+    with torch.no_grad():
+        speculator.get_parameter("embed_tokens.weight").copy_(speculator.verifier.embedding).mul_(1 + 2**-20)
+    with pytest.raises(CheckpointError, match="in row 0"):
+        save(speculator, tmp_path, form="compact", dtype="float32")
+
+
 def test_a_compact_checkpoint_refuses_another_verifier(tmp_path: Path) -> None:
     save(drafter("dflash"), tmp_path, form="compact")
     stranger = replace(verifier_weights(seed=9), name_or_path="other/model")

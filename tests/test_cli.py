@@ -21,6 +21,7 @@ from speculators.registry import get_algorithm
 from speculators.training.config import TrainingConfig
 from speculators.verifier import Verifier
 
+VOCAB_SIZE = len(chat_tokenizer())
 ROW_KEYS = {
     *("method", "checkpoint", "prompts", "k", "temperature", "acceptance_length", "acceptance_by_position"),
     *("conditional_acceptance_by_position", "tokens_per_second", "baseline_tokens_per_second", "speedup"),
@@ -30,7 +31,7 @@ ROW_KEYS = {
 
 def save_chat_model(folder: Path, **settings: Any) -> Path:
     """A tiny random model with a chat tokenizer, as a transformers folder."""
-    tiny_model("llama", **{"vocab_size": 258, **settings}).save_pretrained(folder)
+    tiny_model("llama", **{"vocab_size": VOCAB_SIZE, **settings}).save_pretrained(folder)
     chat_tokenizer().save_pretrained(folder)
     return folder
 
@@ -63,7 +64,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
         drafter=root / "drafter",
         prompts=prompts,
         wide=save_chat_model(root / "wide", hidden_size=48),
-        large_vocabulary=save_chat_model(root / "large", vocab_size=270),
+        large_vocabulary=save_chat_model(root / "large", vocab_size=VOCAB_SIZE + 12),
         shallow=save_chat_model(root / "shallow", layers=3),
         empty=root / "empty.jsonl",
     )
@@ -194,7 +195,7 @@ def test_another_hidden_size_is_one_sentence(world: World, tmp_path: Path) -> No
 
 def test_another_vocabulary_is_one_sentence(world: World, tmp_path: Path) -> None:
     sentence = refused(tmp_path, *evaluate_arguments(world, tmp_path, verifier=world.large_vocabulary))
-    assert "258" in sentence and "270" in sentence
+    assert str(VOCAB_SIZE) in sentence and str(VOCAB_SIZE + 12) in sentence
 
 
 def test_taps_beyond_the_depth_are_one_sentence_when_decoding(world: World, tmp_path: Path) -> None:
@@ -264,7 +265,7 @@ def test_training_on_data_of_a_larger_vocabulary_is_one_sentence(
     folder = tmp_path_factory.mktemp("other") / "data"
     save_conversations(folder, [Conversation([1, 299, 271], [False, True, True])], {"verifier": "another model"}, vocab_size=300)
     sentence = refused(tmp_path, *train_arguments(world, folder, tmp_path / "run", {}))
-    assert "token id 299" in sentence and "258 tokens" in sentence and "another model" in sentence
+    assert "token id 299" in sentence and f"{VOCAB_SIZE} tokens" in sentence and "another model" in sentence
 
 
 def test_synthesis_does_not_overwrite(world: World, data: Path, tmp_path: Path) -> None:

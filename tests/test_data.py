@@ -202,7 +202,8 @@ def test_a_missing_or_damaged_shard_is_named(tmp_path: Path) -> None:
 
 # -- decontamination and deduplication -----------------------------------------------------------------------------
 
-WORDS = "the quick brown fox jumps over one lazy dog while seven old cats watch from a wall nearby".split()
+PROMPT = "the quick brown fox jumps over one lazy dog while seven old cats watch from a wall nearby"
+WORDS = PROMPT.split()
 
 
 def word_index(*texts: str) -> PromptIndex:
@@ -223,7 +224,7 @@ def test_a_planted_13_gram_of_tokens_is_caught_and_a_12_gram_passes() -> None:
 
 
 def test_13_words_in_a_row_are_caught_in_any_spacing_and_case_and_12_pass() -> None:
-    index = word_index(" ".join(WORDS))
+    index = word_index(PROMPT)
     spaced = [word.upper() if i % 2 else word for i, word in enumerate(WORDS)]
     text = "\n something before  " + "\n\t".join(spaced[2:15]) + " something behind"
     assert index.overlaps([ord(letter) for letter in text])

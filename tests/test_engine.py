@@ -6,7 +6,9 @@ from functools import cache
 
 import pytest
 import torch
+from tiny_models import tiny_verifier
 from torch import Tensor
+from toy_drafters import BlockTable, Constant, Oracle, RandomTokens, SequentialTable, ToyDrafter, ToyState
 
 from speculators.decoding import engine
 from speculators.decoding.cache import KeyValueCache
@@ -16,8 +18,8 @@ from speculators.decoding.proposal import DraftSampler, Observation, Proposal
 from speculators.decoding.sampling import SamplingParams
 from speculators.decoding.statistics import (
     Round,
-    accepted_by_position,
     acceptance_length,
+    accepted_by_position,
     conditional_acceptance_by_position,
     mean_proposed,
     proposed_by_position,
@@ -25,8 +27,6 @@ from speculators.decoding.statistics import (
 )
 from speculators.errors import ConfigError, DataError
 from speculators.verifier import Verifier, VerifierOutput
-from tests.tiny_models import tiny_verifier
-from tests.toy_drafters import BlockTable, Constant, Oracle, RandomTokens, SequentialTable, ToyDrafter, ToyState
 
 VOCABULARY = 64
 PROMPTS = [[11, 12, 13, 14, 15], [4, 5], [9, 8, 7, 6, 5, 4, 3, 2], [40]]
@@ -66,7 +66,9 @@ def test_reply_ends_at_a_stop_token_accepted_inside_a_block() -> None:
 
 def test_round_that_accepts_a_stop_token_counts_no_bonus_and_no_draft_after_it() -> None:
     reference = plain(prompts=PROMPTS[:1]).token_ids[0]
-    result = generate(verifier(), oracle(prompts=PROMPTS[:1]), PROMPTS[:1], SamplingParams(stop_token_ids=(reference[2],)), num_draft_tokens=5)
+    result = generate(
+        verifier(), oracle(prompts=PROMPTS[:1]), PROMPTS[:1], SamplingParams(stop_token_ids=(reference[2],)), num_draft_tokens=5
+    )
     assert result.rounds == [[Round(proposed=2, accepted=2, emitted=2)]]
 
 
@@ -266,7 +268,9 @@ def test_verifying_in_memory_sized_parts_changes_nothing(temperature: float, mon
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.95, max_new_tokens=20, ignore_eos=True, seed=5)
 
 
-@pytest.mark.parametrize("drafter", [None, BlockTable(VOCABULARY), SequentialTable(VOCABULARY), PromptLookup()], ids=lambda d: type(d).__name__)
+@pytest.mark.parametrize(
+    "drafter", [None, BlockTable(VOCABULARY), SequentialTable(VOCABULARY), PromptLookup()], ids=lambda d: type(d).__name__
+)
 def test_equal_seeds_give_equal_replies(drafter: ToyDrafter | PromptLookup | None) -> None:
     first = generate(verifier(), drafter, PROMPTS, SAMPLED)
     second = generate(verifier(), drafter, PROMPTS, SAMPLED)
@@ -278,7 +282,9 @@ def test_other_seeds_and_other_rows_give_other_replies() -> None:
     replies = [
         reply
         for seed in range(4)
-        for reply in generate(verifier(), drafter, [PROMPTS[0]] * 4, SamplingParams(temperature=1.0, max_new_tokens=20, seed=seed)).token_ids
+        for reply in generate(
+            verifier(), drafter, [PROMPTS[0]] * 4, SamplingParams(temperature=1.0, max_new_tokens=20, seed=seed)
+        ).token_ids
     ]
     assert len({tuple(reply) for reply in replies}) == 16
 
@@ -307,7 +313,7 @@ def test_more_drafts_than_the_drafter_proposes_are_refused_naming_both() -> None
 def test_confidence_threshold_needs_a_drafter_with_confidence() -> None:
     with pytest.raises(ConfigError, match="needs a drafter with a confidence head, and RandomTokens has none"):
         generate(verifier(), RandomTokens(VOCABULARY), PROMPTS, confidence_threshold=0.5)
-    with pytest.raises(ConfigError, match="confidence_threshold 1.5 must be between 0"):
+    with pytest.raises(ConfigError, match=r"confidence_threshold 1\.5 must be between 0"):
         generate(verifier(), RandomTokens(VOCABULARY), PROMPTS, confidence_threshold=1.5)
 
 
@@ -327,5 +333,5 @@ def test_a_drafter_that_proposes_more_than_asked_is_named() -> None:
         def propose(self, state: ToyState, anchor: Tensor, sampler: DraftSampler, num_draft_tokens: int) -> Proposal:
             return sampler.point_mass(anchor[:, None].expand(-1, num_draft_tokens + 1))
 
-    with pytest.raises(ConfigError, match="Eager.propose returned 5 drafts for 4 rows, asked for at most 4"):
+    with pytest.raises(ConfigError, match=r"Eager\.propose returned 5 drafts for 4 rows, asked for at most 4"):
         generate(verifier(), Eager(), PROMPTS)

@@ -46,6 +46,7 @@ def prompts() -> PromptSet:
 
 def a_run(**changes: object) -> Run:
     run = Run(
+        verifier="a verifier",
         method="dspark",
         checkpoint="checkpoints/dspark",
         parameters=10_000_000,
@@ -304,7 +305,7 @@ def lookup_of(run: Run, accepted: int) -> Run:
 def test_a_drafter_that_does_not_beat_prompt_lookup_is_reported_as_failing() -> None:
     rows: list[Row] = [row_of(run, None, exclude_degenerate=False) for run in (a_run(), lookup_of(a_run(), 2))]
     assert [row["method"] for row in below_prompt_lookup(rows)] == ["dspark"]
-    assert "dspark does not beat prompt lookup on gsm8k, all prompts" in remarks(rows)[0]
+    assert any("dspark does not beat prompt lookup on gsm8k, all prompts" in sentence for sentence in remarks(rows))
     rows[1] = row_of(lookup_of(a_run(), 0), None, exclude_degenerate=False)
     assert below_prompt_lookup(rows) == []
 

@@ -37,7 +37,12 @@ def run(verifier: Verifier, stages: Sequence[Stage], slots: int, **options: int)
 def greedy_reference(verifier: Verifier, prompt: Sequence[int], budget: int, stops: Sequence[int] = (STOP,)) -> list[int]:
     input_ids = torch.tensor([list(prompt)])
     output = verifier.model.generate(
-        input_ids, attention_mask=torch.ones_like(input_ids), do_sample=False, max_new_tokens=budget, eos_token_id=list(stops), pad_token_id=0
+        input_ids,
+        attention_mask=torch.ones_like(input_ids),
+        do_sample=False,
+        max_new_tokens=budget,
+        eos_token_id=list(stops),
+        pad_token_id=0,
     )
     tokens: list[int] = output[0, len(prompt) :].tolist()
     return tokens
@@ -175,3 +180,15 @@ def test_jobs_without_stages_are_handed_on(verifier: Verifier) -> None:
 
     generator = TokenGenerator(verifier, slots=2, max_length=16)
     assert list(generator.run(nothing() for _ in range(3))) == ["nothing to do"] * 3
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_cuda_graphs_write_what_eager_steps_write() -> None:
+    model = tiny_verifier("llama", seed=1, vocab_size=VOCABULARY, initializer_range=0.8).model.cuda()
+    stages = [Stage(prompt, 150, temperature=(0.0, 1.0)[i % 2]) for i, prompt in enumerate(random_prompts(40, longest=90))]
+    written = []
+    for cuda_graphs in (True, False):
+        generator = TokenGenerator(Verifier(model), slots=8, max_length=250, cuda_graphs=cuda_graphs)
+        assert len(generator._step._graphs) == 2 * cuda_graphs  # for 128 and 250 positions
+        written.append(dict(generator.run(single(number, stage) for number, stage in enumerate(stages))))
+    assert written[0] == written[1]

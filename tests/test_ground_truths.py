@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
+from tiny_drafters import drafter, packed_batch
 
 from speculators.algorithms.anchors import Anchors, Supervision, eligible_anchors
 from speculators.algorithms.heads import MarkovHead
 from speculators.algorithms.objective import decay_weights, dpace_weights, expected_acceptance_length
 from speculators.algorithms.peagle import chain_visibility, depth_counts, partition_chains
 from speculators.training.batch import TrainingBatch
-from tests.tiny_drafters import drafter, packed_batch
 
 
 def row(loss_mask: str) -> TrainingBatch:

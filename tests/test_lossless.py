@@ -8,7 +8,10 @@ from functools import cache
 
 import pytest
 import torch
+from goodness_of_fit import chi_square, chi_square_survival
+from tiny_models import tiny_model, tiny_verifier
 from torch import Tensor
+from toy_drafters import BlockTable, Oracle, RandomTokens, SequentialTable
 
 from speculators.decoding import engine, rejection, sampling
 from speculators.decoding.engine import generate
@@ -16,9 +19,6 @@ from speculators.decoding.prompt_lookup import PromptLookup
 from speculators.decoding.proposal import Drafter
 from speculators.decoding.sampling import SamplingParams
 from speculators.verifier import Verifier
-from tests.goodness_of_fit import chi_square, chi_square_survival
-from tests.tiny_models import tiny_model, tiny_verifier
-from tests.toy_drafters import BlockTable, Oracle, RandomTokens, SequentialTable
 
 # -- greedy --------------------------------------------------------------------------------------------------
 
@@ -109,8 +109,9 @@ def test_greedy_output_with_a_repetition_penalty_equals_transformers_generate(dr
 
 SMALL_VOCABULARY = 8
 SMALL_PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 0, 2], [6], [1, 2, 1, 2]]
-DRAWS, ROWS = 100_000, 20000  # rows decoded in all, and at once
-SAMPLERS = {"temperature 1": {"temperature": 1.0}, "temperature 0.7, top-p 0.8": {"temperature": 0.7, "top_p": 0.8}}
+DRAWS, ROWS = 100_000, 5_000  # rows decoded in all, and at once
+TEMPERATURE, TOP_P = "temperature 1", "temperature 0.7 and top-p 0.8"
+SAMPLERS = {TEMPERATURE: {"temperature": 1.0}, TOP_P: {"temperature": 0.7, "top_p": 0.8}}
 
 
 @cache
@@ -168,63 +169,59 @@ def p_value_of_tokens_2_to_4(sampler: str, drafter: Drafter | None) -> float:
     return chi_square_survival(sum(statistic for statistic, _ in tests), sum(freedom for _, freedom in tests))
 
 
-def block_drafter() -> BlockTable:
-    return BlockTable(SMALL_VOCABULARY)
-
-
-def sequential_drafter() -> SequentialTable:
-    return SequentialTable(SMALL_VOCABULARY)
-
-
-@pytest.mark.parametrize("drafter", [block_drafter, sequential_drafter], ids=["parallel", "sequential"])
+@pytest.mark.parametrize("drafter", [BlockTable(SMALL_VOCABULARY), SequentialTable(SMALL_VOCABULARY)], ids=["parallel", "sequential"])
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_sampled_replies_follow_the_verifier(sampler: str, drafter: Callable[[], Drafter]) -> None:
-    assert p_value_of_tokens_2_to_4(sampler, drafter()) > 1e-3
+def test_sampled_replies_follow_the_verifier(sampler: str, drafter: Drafter) -> None:
+    assert p_value_of_tokens_2_to_4(sampler, drafter) > 1e-3
 
 
-FAULT_LEVEL = 1e-3
-TOP_P = "temperature 0.7, top-p 0.8"
+def test_sampled_replies_follow_the_verifier_with_deterministic_drafts_of_ragged_lengths() -> None:
+    assert p_value_of_tokens_2_to_4(TOP_P, RandomTokens(SMALL_VOCABULARY)) > 1e-3
 
 
-def test_residual_that_is_not_subtracted_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rejection, "residual", lambda p, q, token: p.double())
-    assert p_value_of_tokens_2_to_4("temperature 1", sequential_drafter()) < FAULT_LEVEL
+# The same test must notice a wrong engine. Each fault replaces one pure function.
 
 
-def test_top_p_on_the_draft_side_only_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "probabilities", lambda logits, params, seen: sampling.probabilities(logits, SamplingParams(temperature=0.7)))
-    assert p_value_of_tokens_2_to_4(TOP_P, sequential_drafter()) < FAULT_LEVEL
+def assert_fault_is_noticed(sampler: str) -> None:
+    assert p_value_of_tokens_2_to_4(sampler, SequentialTable(SMALL_VOCABULARY)) < 1e-3
 
 
-def draws_from_another_distribution(monkeypatch: pytest.MonkeyPatch, other: Callable[[Tensor], Tensor]) -> None:
-    """Drafts are drawn from `other(probabilities)`, while verification uses the probabilities."""
+def draw_drafts_from(monkeypatch: pytest.MonkeyPatch, other: Callable[[Tensor], Tensor]) -> None:
+    """Drafts are drawn from `other(probabilities)` but verified against the probabilities."""
     original = sampling.draw
     monkeypatch.setattr(sampling, "draw", lambda distribution, uniforms: original(other(distribution), uniforms))
 
 
+def test_residual_that_is_not_subtracted_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rejection, "residual", lambda p, q, token: p.double())
+    assert_fault_is_noticed(TEMPERATURE)
+
+
+def test_top_p_on_the_draft_side_only_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_top_p = SamplingParams(temperature=0.7)
+    monkeypatch.setattr(engine, "probabilities", lambda logits, params, seen: sampling.probabilities(logits, without_top_p))
+    assert_fault_is_noticed(TOP_P)
+
+
 def test_drafts_drawn_without_the_top_p_they_are_verified_with_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    unfiltered: list[Tensor] = []
     original = sampling.probabilities
+    without_top_p: list[Tensor] = []
 
     def probabilities(logits: Tensor, params: SamplingParams, seen: Tensor | None = None) -> Tensor:
-        unfiltered.append(original(logits, SamplingParams(temperature=params.temperature)))
+        without_top_p[:] = [original(logits, SamplingParams(temperature=params.temperature))]
         return original(logits, params, seen)
 
     monkeypatch.setattr(sampling, "probabilities", probabilities)
-    draws_from_another_distribution(monkeypatch, lambda distribution: unfiltered[-1])
-    assert p_value_of_tokens_2_to_4(TOP_P, sequential_drafter()) < FAULT_LEVEL
+    draw_drafts_from(monkeypatch, lambda distribution: without_top_p[0])
+    assert_fault_is_noticed(TOP_P)
 
 
 def test_draft_probabilities_of_another_temperature_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    draws_from_another_distribution(monkeypatch, lambda distribution: distribution.pow(0.7))
-    assert p_value_of_tokens_2_to_4("temperature 1", sequential_drafter()) < FAULT_LEVEL
+    draw_drafts_from(monkeypatch, lambda distribution: distribution.pow(0.7))
+    assert_fault_is_noticed(TEMPERATURE)
 
 
 def test_draft_probabilities_of_another_dtype_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Logits near 60, where bfloat16 is 0.25 apart: drawn from bfloat16, verified against float32.
-    original = sampling.probabilities
-    monkeypatch.setattr(
-        sampling, "draw", lambda distribution, uniforms, draw=sampling.draw: draw((distribution.log() + 60).bfloat16().float().softmax(-1), uniforms)
-    )
-    monkeypatch.setattr(sampling, "probabilities", original)
-    assert p_value_of_tokens_2_to_4("temperature 1", sequential_drafter()) < FAULT_LEVEL
+    # Logits near 60, where bfloat16 numbers are 0.25 apart.
+    draw_drafts_from(monkeypatch, lambda distribution: (distribution.log() + 60).bfloat16().float().softmax(-1))
+    assert_fault_is_noticed(TEMPERATURE)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import tiny_verifier
 
 from speculators.algorithms.anchors import Supervision
 from speculators.data.rows import Conversation
@@ -17,7 +18,6 @@ from speculators.decoding.sampling import SamplingParams
 from speculators.speculator import Speculator
 from speculators.training.overfit import overfit
 from speculators.verifier import Verifier
-from tests.tiny_models import tiny_verifier
 
 PROMPT, REPLY, K = [5, 9, 11, 23], 72, 5
 TRAINING = {"anchors": 64}

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiny_drafters import drafter, packed_batch
 from torch import Tensor
 
 from speculators.algorithms.anchors import Anchors, Supervision
 from speculators.algorithms.objective import block_loss
 from speculators.algorithms.peagle import PEagle, partition_chains
 from speculators.training.batch import TrainingBatch
-from tests.tiny_drafters import drafter, packed_batch
 
 # Figure 4 of arXiv 2602.01469: sampled positions of depths 0 to 3 in a sequence of 16.
 LENGTH, DEPTHS = 16, 4

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from goodness_of_fit import chi_square_p_value
 from torch import Tensor
 
 from speculators.decoding.randomness import Purpose, uniform
 from speculators.decoding.rejection import accept_greedy, accept_sampled, acceptance_probability, residual
 from speculators.decoding.sampling import draw
-from tests.goodness_of_fit import chi_square_p_value
 
 P = torch.tensor([0.7, 0.2, 0.1])
 Q = torch.tensor([0.2, 0.5, 0.3])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from goodness_of_fit import chi_square_p_value
 from torch import Tensor
 from transformers.generation.logits_process import (
     LogitsProcessorList,
@@ -17,7 +18,6 @@ from speculators.decoding.proposal import Proposal
 from speculators.decoding.randomness import Purpose, uniform
 from speculators.decoding.sampling import RoundSampler, SamplingParams, draw, penalised, probabilities
 from speculators.errors import ConfigError
-from tests.goodness_of_fit import chi_square_p_value
 
 ROUND = torch.tensor(3)
 

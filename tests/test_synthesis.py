@@ -22,13 +22,14 @@ from speculators.data.topics import TOPICS, Topic
 from speculators.errors import ConfigError, DataError
 from speculators.verifier import Verifier
 
-SETTINGS = SynthesisSettings(max_question_tokens=60, max_reply_tokens=30, min_reply_tokens=3, seed=4)
+SETTINGS = SynthesisSettings(max_question_tokens=60, max_reply_tokens=30, min_reply_tokens=3, max_tokens=256, seed=4)
 TOKENIZER = chat_tokenizer()
 
 
 @pytest.fixture(scope="module")
 def verifier() -> Verifier:
-    model = tiny_model("llama", seed=1, vocab_size=len(TOKENIZER), layers=2, initializer_range=0.3, eos_token_id=TOKENIZER.eos_token_id)
+    stops = [TOKENIZER.eos_token_id, *range(200, 216)]  # many, so that a random model ends its questions; no ASCII
+    model = tiny_model("llama", seed=1, vocab_size=len(TOKENIZER), layers=2, initializer_range=0.3, eos_token_id=stops)
     return Verifier(model, TOKENIZER, "tiny-chat")
 
 
@@ -137,7 +138,7 @@ def test_a_rejected_question_is_never_answered(frame: ChatFrame) -> None:
         seen.append(text)
         return "asked before"
 
-    exchange, forced = play(question_and_reply(frame, topic("Tell"), SETTINGS, 0, check), frame, f" me.{END}")
+    exchange, forced = play(question_and_reply(frame, topic("Tell"), SETTINGS, 0, check), in_turn(f" me.{END}"))
     assert exchange.dropped == "asked before"
     assert len(forced) == 1
     assert seen == ["Tell me."]
@@ -146,7 +147,7 @@ def test_a_rejected_question_is_never_answered(frame: ChatFrame) -> None:
 def test_malformed_functions_are_dropped(frame: ChatFrame) -> None:
     functions = topic("def count_", wrappers=("",))
     for signature in ("words\n", "words(text)\n", "words(text: str) -> int: return 3"):
-        exchange, _ = play(question_and_reply(frame, functions, SETTINGS, 0, lambda text, ids: None), frame, signature)
+        exchange, _ = play(question_and_reply(frame, functions, SETTINGS, 0, lambda text, ids: None), in_turn(signature))
         assert exchange.dropped == "malformed function"
 
 
@@ -158,8 +159,10 @@ def test_reply_temperatures_are_drawn_with_their_shares(frame: ChatFrame) -> Non
 
 
 def test_greedy_labels_are_what_transformers_generates_from_the_same_context(verifier: Verifier) -> None:
-    settings = SynthesisSettings(max_question_tokens=60, max_reply_tokens=20, min_reply_tokens=1, reply_temperatures=((1.0, 0.0),))
-    made = synthesize(verifier, settings, conversations=4, topics=[topic("Tell me", "Why is")], slots=3, progress=False)
+    settings = SynthesisSettings(
+        max_question_tokens=60, max_reply_tokens=20, min_reply_tokens=1, reply_temperatures=((1.0, 0.0),), max_tokens=256
+    )
+    made = synthesize(verifier, settings, conversations=4, topics=[topic("Tell me", "Why is")], slots=16, progress=False)
     assert len(made.conversations) == 4
     for conversation in made.conversations:
         start = conversation.loss_mask.index(True)
@@ -174,7 +177,7 @@ def test_greedy_labels_are_what_transformers_generates_from_the_same_context(ver
 
 
 def test_counts_cover_every_finished_job_and_travel_with_the_data(verifier: Verifier, tmp_path: Path) -> None:
-    made = synthesize(verifier, SETTINGS, conversations=6, topics=[topic("Tell me", "", "Why")], slots=4, progress=False)
+    made = synthesize(verifier, SETTINGS, conversations=6, topics=[topic("Tell me", "", "Why")], slots=16, progress=False)
     assert made.counts["kept"] == len(made.conversations) == 6
     made.save(tmp_path / "data")
     loaded, header = load_conversations(tmp_path / "data")
@@ -185,17 +188,17 @@ def test_counts_cover_every_finished_job_and_travel_with_the_data(verifier: Veri
 
 
 def test_the_same_seed_makes_the_same_data(verifier: Verifier) -> None:
-    first, same = (synthesize(verifier, SETTINGS, conversations=4, slots=4, progress=False).conversations for _ in range(2))
+    first, same = (synthesize(verifier, SETTINGS, conversations=4, slots=16, progress=False).conversations for _ in range(2))
     assert first == same
     other = SynthesisSettings(**{**vars(SETTINGS), "seed": 5})
-    assert first != synthesize(verifier, other, conversations=4, slots=4, progress=False).conversations
+    assert first != synthesize(verifier, other, conversations=4, slots=16, progress=False).conversations
 
 
 def test_no_kept_conversation_shares_a_13_gram_with_an_excluded_prompt_file(verifier: Verifier, tmp_path: Path) -> None:
     prompts = tmp_path / "benchmark.jsonl"
     prompts.write_text(json.dumps({"turns": ["Something else.", "The lighthouse keeper sleeps."]}) + "\n", encoding="utf-8")
     topics = [topic("Tell me"), Topic("planted", 1.0, ("A lighthouse keeper",))]  # " lighthouse keeper" has 18 tokens of one byte
-    made = synthesize(verifier, SETTINGS, conversations=6, topics=topics, slots=4, exclude=[prompts], progress=False)
+    made = synthesize(verifier, SETTINGS, conversations=6, topics=topics, slots=16, exclude=[prompts], progress=False)
     index = PromptIndex.from_prompt_files([prompts], verifier)
     assert not any(index.overlaps(conversation) for conversation in made.conversations)
     assert {conversation.topic for conversation in made.conversations} == {"test"}

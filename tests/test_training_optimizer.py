@@ -53,6 +53,13 @@ def test_muon_takes_the_matrices_and_adamw_tables_norms_biases_and_single_rows(m
         assert any("gate_proj" in name and kind == "muon" for name, kind in kinds.items())
 
 
+def test_any_embedding_is_a_table() -> None:
+    speculator = drafter("toy")
+    speculator.extra = torch.nn.Embedding(5, 8)
+    groups = parameter_groups(speculator, tiny_config(optimizer="muon"))
+    assert {name: group.kind for group in groups for name in group.parameters}["extra.weight"] == "adamw"
+
+
 def test_the_longest_matching_name_scales_the_learning_rate() -> None:
     speculator = drafter()
     groups = parameter_groups(speculator, tiny_config(learning_rate_scale={"layers": 0.5, "layers.0.mlp": 2.0}))

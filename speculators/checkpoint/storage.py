@@ -256,7 +256,7 @@ def staged_folder(target: Path) -> Iterator[Path]:
     Raises:
         CheckpointError: `target` is a file.
     """
-    target = target.expanduser().resolve()  # a link such as `best` keeps pointing where it does
+    target = target.expanduser().resolve()  # behind a link lies the folder whose file system the stage must share
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"cannot save to {target}: it is a file; name a folder")
     target.parent.mkdir(parents=True, exist_ok=True)

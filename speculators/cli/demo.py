@@ -11,8 +11,9 @@ import typer
 from speculators.cli.common import DEFAULT_VERIFIER, DeviceOption, JsonOption, check_json_path, load_drafter, load_verifier, write_json
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
+    from speculators.data.rows import PackedRows
     from speculators.decoding.proposal import Drafter
     from speculators.evaluation.evaluate import Evaluation, PromptSet
     from speculators.evaluation.rows import Row
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 METHODS = ("dspark", "dflash", "peagle", "eagle3")
 NUM_DRAFT_TOKENS = 7
 SMOKE_LABEL = "overfitted smoke drafter"
-SMOKE_SECONDS = 20.0
+SMOKE_SECONDS = 15.0
 
 
 def demo(
@@ -38,13 +39,13 @@ def demo(
     from speculators.verifier import fast_dtype
 
     console, started = Console(), time.monotonic()
-    settings = EvaluationSettings(max_new_tokens=max_new_tokens, num_draft_tokens=NUM_DRAFT_TOKENS)
     exact = load_verifier(DEFAULT_VERIFIER, "float32", device)
     prompts = PromptSet.from_prompts(exact, "demo", read_prompts(Path(__file__).parents[1] / "data" / "demo_prompts.jsonl"))
     drafters, checkpoints = load_drafters(exact, prompts, max_new_tokens, console.print)
 
-    def run(verifier: Verifier, drafters: Mapping[str, Drafter]) -> Evaluation:
+    def run(verifier: Verifier, drafters: Mapping[str, Drafter], batch_size: int) -> Evaluation:
         precision = str(verifier.dtype).removeprefix("torch.")
+        settings = EvaluationSettings(max_new_tokens=max_new_tokens, num_draft_tokens=NUM_DRAFT_TOKENS, batch_size=batch_size)
         return evaluate(
             verifier,
             drafters,
@@ -54,11 +55,10 @@ def demo(
             on_progress=lambda text: console.print(f"{time.monotonic() - started:4.0f} s  {text} in {precision}", style="dim"),
         )
 
-    identity = speed = run(exact, drafters)
+    identity = run(exact, drafters, batch_size=len(prompts.ids))  # together: what is asked here is not speed
     dtype = fast_dtype(exact.device)
-    if dtype != exact.dtype:
-        fast = load_verifier(DEFAULT_VERIFIER, str(dtype).removeprefix("torch."), device)
-        speed = run(fast, {name: moved(drafter, fast) for name, drafter in drafters.items()})
+    fast = exact if dtype == exact.dtype else load_verifier(DEFAULT_VERIFIER, str(dtype).removeprefix("torch."), device)
+    speed = run(fast, {name: moved(drafter, fast) for name, drafter in drafters.items()}, batch_size=1)
     rows = merged(identity.rows, speed.rows)
     console.print(table(rows, str(dtype).removeprefix("torch."), identity.runs[0].device))
     if SMOKE_LABEL in checkpoints.values():
@@ -79,37 +79,41 @@ def demo(
 
 
 def load_drafters(
-    verifier: Verifier, prompts: PromptSet, max_new_tokens: int, say: Any = print
+    verifier: Verifier, prompts: PromptSet, max_new_tokens: int, say: Callable[[str], None]
 ) -> tuple[dict[str, Drafter], dict[str, str]]:
     """The committed drafters; a smoke drafter, trained here for seconds, where one is missing. And what each row calls them."""
     folder = Path(__file__).parents[2] / "checkpoints" / DEFAULT_VERIFIER
-    drafters: dict[str, Drafter] = {}
-    checkpoints: dict[str, str] = {}
-    for method in METHODS:
-        if (folder / method / "config.json").is_file():
-            drafters[method] = load_drafter(str(folder / method), verifier)
-            checkpoints[method] = f"checkpoints/{DEFAULT_VERIFIER}/{method}"
-        else:
-            say(f"No trained {method} drafter in {folder}: training an {SMOKE_LABEL} for {SMOKE_SECONDS:.0f} s.")
-            drafters[method] = smoke_drafter(method, verifier, prompts, max_new_tokens)
-            checkpoints[method] = SMOKE_LABEL
-    return drafters, checkpoints
+    trained = [method for method in METHODS if (folder / method / "config.json").is_file()]
+    missing = [method for method in METHODS if method not in trained]
+    drafters = {method: load_drafter(str(folder / method), verifier) for method in trained}
+    checkpoints = {method: f"checkpoints/{DEFAULT_VERIFIER}/{method}" for method in trained}
+    if missing:
+        say(f"No trained drafter in {folder} for {', '.join(missing)}: training an {SMOKE_LABEL} each, {SMOKE_SECONDS:.0f} s.")
+        rows = own_replies(verifier, prompts, max_new_tokens)
+        drafters |= {method: smoke_drafter(method, verifier, rows) for method in missing}
+        checkpoints |= dict.fromkeys(missing, SMOKE_LABEL)
+    return {method: drafters[method] for method in METHODS}, checkpoints
 
 
-def smoke_drafter(method: str, verifier: Verifier, prompts: PromptSet, max_new_tokens: int, seconds: float = SMOKE_SECONDS) -> Drafter:
-    """A one-layer drafter that learns the verifier's replies to these very prompts by heart."""
+def own_replies(verifier: Verifier, prompts: PromptSet, max_new_tokens: int) -> PackedRows:
+    """The verifier's greedy replies to the prompts as training rows, one conversation a row."""
     from speculators.data.rows import Conversation, pack
     from speculators.decoding.engine import generate
     from speculators.decoding.sampling import SamplingParams
-    from speculators.training.config import TrainingConfig
-    from speculators.training.trainer import train
 
     replies = generate(verifier, None, prompts.token_ids, SamplingParams(max_new_tokens=max_new_tokens)).token_ids
     conversations = [
         Conversation(input_ids=[*prompt, *reply], loss_mask=[False] * len(prompt) + [True] * len(reply))
         for prompt, reply in zip(prompts.token_ids, replies, strict=True)
     ]
-    rows = pack(conversations, row_length=max(len(conversation.input_ids) for conversation in conversations))
+    return pack(conversations, row_length=max(len(conversation.input_ids) for conversation in conversations))
+
+
+def smoke_drafter(method: str, verifier: Verifier, rows: PackedRows, seconds: float = SMOKE_SECONDS) -> Drafter:
+    """A one-layer drafter that learns these very rows by heart."""
+    from speculators.training.config import TrainingConfig
+    from speculators.training.trainer import train
+
     config = TrainingConfig(
         method=method,
         options={"num_layers": 1, "num_draft_tokens": NUM_DRAFT_TOKENS},
@@ -148,9 +152,10 @@ def table(rows: Sequence[Row], dtype: str, device: str) -> Any:
         title=f"{DEFAULT_VERIFIER}, greedy, K = {NUM_DRAFT_TOKENS}: identity in float32, speed in {dtype} on {device}",
         caption=f"kind: decode. Looping prompts: {loops}. Plain decoding: {number(rows[0]['baseline_tokens_per_second'], 1)} tokens/s.",
     )
-    columns = ("method", "acceptance length", "all prompts", "identical", "tokens/s", "speed-up", "parameters", "drafter")
+    columns = ("acceptance length", "all prompts", "identical", "tokens/s", "speed-up", "parameters", "drafter")
+    result.add_column("method", no_wrap=True)
     for name in columns:
-        result.add_column(name, justify="left" if name in ("method", "identical", "drafter") else "right")
+        result.add_column(name, justify="left" if name in ("identical", "drafter") else "right")
     for without_loops, everything in zip(rows[::2], rows[1::2], strict=True):
         speedup = everything["speedup"]
         result.add_row(
@@ -161,6 +166,6 @@ def table(rows: Sequence[Row], dtype: str, device: str) -> Any:
             number(everything["tokens_per_second"], 1),
             "-" if speedup is None else f"{speedup:.2f}x",
             parameters_text(everything["parameters"]),
-            everything["checkpoint"] or "-",
+            {None: "untrained", SMOKE_LABEL: SMOKE_LABEL}.get(everything["checkpoint"], "trained"),
         )
     return result

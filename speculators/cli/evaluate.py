@@ -45,7 +45,7 @@ def evaluate(
     from speculators.data.prompts import read_prompts
     from speculators.evaluation.evaluate import EvaluationSettings, PromptSet
     from speculators.evaluation.evaluate import evaluate as run_evaluation
-    from speculators.evaluation.report import remarks, terminal_table
+    from speculators.evaluation.report import remarks, terminal_tables
     from speculators.evaluation.runs import save_runs
 
     settings = EvaluationSettings(
@@ -70,7 +70,8 @@ def evaluate(
         on_progress=lambda text: progress.print(text, style="dim"),
     )
     console = Console()
-    console.print(terminal_table(evaluation.rows, f"{verifier}, {dtype}, batch {batch_size}"))
+    title = f"{verifier}, T = {temperature:g}, {dtype}, batch {batch_size}"
+    console.print(*terminal_tables(evaluation.rows, title), sep="\n")
     for sentence in remarks(evaluation.rows):
         console.print(sentence)
     if runs is not None:

@@ -39,9 +39,8 @@ def draw_tokens(logits: Tensor, temperature: Tensor, min_p: Tensor, uniform: Ten
     """
     scores = logits.float()
     largest, greedy = scores.max(dim=-1)
-    divisor = torch.where(temperature > 0, temperature, 1.0)
     # Relative to the largest probability, so that min-p is a plain comparison.
-    weights = scores.sub_(largest[:, None]).div_(divisor[:, None]).exp_()
+    weights = scores.sub_(largest[:, None]).div_((temperature + (temperature == 0))[:, None]).exp_()
     weights.mul_(weights >= min_p[:, None])
     cumulative = weights.cumsum(dim=-1)
     # With u <= 1 - 2^-23, u * total stays below total after rounding: the draw lands on a token of positive weight.
@@ -161,9 +160,9 @@ class DecodeStep:
         """
         pool = torch.cuda.graph_pool_handle()
         graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        stream = torch.cuda.Stream()
         for length in sorted({self._attention_length(needed) for needed in range(1, self._max_length + 1)}, reverse=True):
             # The first runs allocate the cache and choose kernels, which a capture must not do.
-            stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 for _ in range(2):
@@ -175,7 +174,9 @@ class DecodeStep:
                     self._decode(length)
             except RuntimeError as error:
                 reason = str(error).strip().split("\n")[0]
-                warnings.warn(f"the decode step runs eagerly, many times slower, since no CUDA graph could be captured: {reason}", stacklevel=4)
+                warnings.warn(
+                    f"the decode step runs eagerly, many times slower, since no CUDA graph could be captured: {reason}", stacklevel=4
+                )
                 return
             graphs[length] = graph
         self._graphs = graphs

@@ -20,7 +20,9 @@ Ngram = tuple[int, ...]
 class PromptIndex:
     """All 13-grams of a set of texts, as token ids and as whitespace-separated words in lower case."""
 
-    def __init__(self, texts: Iterable[str], encode: Callable[[str], Sequence[int]], decode: Callable[[Sequence[int]], str], size: int = NGRAM_SIZE) -> None:
+    def __init__(
+        self, texts: Iterable[str], encode: Callable[[str], Sequence[int]], decode: Callable[[Sequence[int]], str], size: int = NGRAM_SIZE
+    ) -> None:
         """Index texts.
 
         Args:
@@ -48,7 +50,7 @@ class PromptIndex:
         return cls(
             (turn for path in paths for prompt in read_prompts(path) for turn in prompt.turns),
             lambda text: tokenizer(text, add_special_tokens=False)["input_ids"],
-            lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
+            lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)),
         )
 
     def overlaps(self, conversation: Conversation | Sequence[int]) -> bool:
@@ -87,4 +89,5 @@ class _NgramSet:
         if len(sequence) < self._size:
             return np.zeros(0, dtype=np.uint64)
         windows = np.lib.stride_tricks.sliding_window_view(np.asarray(sequence, dtype=np.uint64), self._size)
-        return (windows * self._multipliers).sum(axis=1, dtype=np.uint64)
+        hashes: NDArray[np.uint64] = (windows * self._multipliers).sum(axis=1, dtype=np.uint64)
+        return hashes

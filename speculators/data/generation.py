@@ -90,12 +90,12 @@ class TokenGenerator:
 
         Args:
             verifier: the model.
-            slots: sequences decoded at once; 2048 on CUDA, 16 elsewhere by default.
+            slots: sequences decoded at once; by default 16 on a CPU, and on CUDA what fits into 60% of the free memory, 2048 at most.
             max_length: positions a slot, forced and generated tokens together.
             seed: of all draws.
             cuda_graphs: see `DecodeStep`.
         """
-        self.slots = slots if slots is not None else 2048 if verifier.device.type == "cuda" else 16
+        self.slots = slots if slots is not None else _default_slots(verifier, max_length)
         self.max_length = max_length
         self.generated_tokens = 0
         self.steps = 0
@@ -252,6 +252,18 @@ class _Slots:
         """The stage's result, once it has ended."""
         context = self.history[slot, : self.forced_until[slot]].tolist()
         return StageResult(context, self.generated(slot), str(self.reason[slot]))  # type: ignore[arg-type]
+
+
+def _default_slots(verifier: Verifier, max_length: int) -> int:
+    if verifier.device.type != "cuda":
+        return 16
+    probe = verifier.new_cache(1, 32)
+    verifier.forward(torch.zeros((1, 1), dtype=torch.int64, device=verifier.device), probe)
+    layers: list[Any] = list(probe.layers)
+    position_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers) / probe.max_length
+    sampling_bytes = 24 * verifier.vocab_size  # float32 logits, weights, their sums, and what lies between
+    free, _ = torch.cuda.mem_get_info(verifier.device)
+    return max(1, min(2048, int(0.6 * free / (max_length * position_bytes + sampling_bytes))))
 
 
 def _as_index(ids: Collection[int]) -> NDArray[np.int64]:

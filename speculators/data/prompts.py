@@ -124,7 +124,9 @@ def _read_messages(messages: Any, key: str, role_key: str, content_key: str, whe
         elif role in _USER_ROLES:
             turns.append(_text(message[content_key], f"{where}: a user turn"))
         elif role not in _ASSISTANT_ROLES and role != "tool":
-            raise DataError(f'{where}: unknown {role_key} {role!r}; expected system, {", ".join((*_USER_ROLES, *_ASSISTANT_ROLES))} or tool')
+            raise DataError(
+                f"{where}: unknown {role_key} {role!r}; expected system, {', '.join((*_USER_ROLES, *_ASSISTANT_ROLES))} or tool"
+            )
         elif not turns:
             raise DataError(f"{where}: the conversation starts with {role!r}; it must start with a user turn")
     return system, turns

@@ -12,10 +12,21 @@ from speculators.data.generation import Job, Stage, StageResult
 from speculators.data.rows import Conversation
 from speculators.data.topics import NAMES, Topic
 from speculators.errors import ConfigError, DataError
-from speculators.evaluation.metrics import is_degenerate
+from speculators.evaluation.metrics import is_degenerate, repeated_ngram_fraction
 from speculators.verifier import Verifier
 
-_DOCSTRING_OPENINGS = ("", "", "", " Return", " Given a", " You are given", " Check if", " For a given", " Write a function that", "\n    Create a function that")
+_DOCSTRING_OPENINGS = (
+    "",
+    "",
+    "",
+    " Return",
+    " Given a",
+    " You are given",
+    " Check if",
+    " For a given",
+    " Write a function that",
+    "\n    Create a function that",
+)
 _SIGNATURE_TOKENS = 40
 _EXAMPLE_TOKENS = 64
 _EXAMPLE_SHARE = 0.5
@@ -49,13 +60,18 @@ class SynthesisSettings:
         if self.max_question_tokens < 8:
             raise ConfigError(f"max_question_tokens = {self.max_question_tokens} must be at least 8")
         if not 1 <= self.min_reply_tokens <= self.max_reply_tokens:
-            raise ConfigError(f"min_reply_tokens = {self.min_reply_tokens} must be at least 1 and at most max_reply_tokens = {self.max_reply_tokens}")
+            raise ConfigError(
+                f"min_reply_tokens = {self.min_reply_tokens} must be at least 1 and at most max_reply_tokens = {self.max_reply_tokens}"
+            )
         if self.max_tokens < self.max_question_tokens + self.min_reply_tokens:
             raise ConfigError(
-                f"max_tokens = {self.max_tokens} leaves no room for a question of {self.max_question_tokens} and a reply of {self.min_reply_tokens} tokens"
+                f"max_tokens = {self.max_tokens} leaves no room for a question of {self.max_question_tokens} tokens and a reply of"
+                f" {self.min_reply_tokens}"
             )
         if not self.reply_temperatures or any(share <= 0 or temperature < 0 for share, temperature in self.reply_temperatures):
-            raise ConfigError(f"reply_temperatures = {self.reply_temperatures} needs pairs of a positive share and a temperature of at least 0")
+            raise ConfigError(
+                f"reply_temperatures = {self.reply_temperatures} needs pairs of a positive share and a temperature of at least 0"
+            )
 
 
 @dataclass(frozen=True)
@@ -90,9 +106,12 @@ class ChatFrame:
         rendered = tokenizer.apply_chat_template([{"role": "user", "content": self._MARK}], tokenize=False, add_generation_prompt=True)
         parts = str(rendered).split(self._MARK)
         if len(parts) != 2:
-            raise DataError(f"the chat template of {name!r} does not show the user's text exactly once, so no question can be written into it")
+            raise DataError(
+                f"the chat template of {name!r} does not show the user's text exactly once, so no question can be written into it"
+            )
         self.opening, self.closing = parts
         self._tokenizer: Any = tokenizer
+        self._encoded: dict[str, list[int]] = {}
         self.question_stops = frozenset(int(token) for token in {*tokenizer.all_special_ids, *verifier.stop_token_ids})
         texts: list[str] = tokenizer.batch_decode([[token] for token in range(verifier.vocab_size)])
         self.newline_stops = self.question_stops | {token for token, text in enumerate(texts) if "\n" in text}
@@ -100,8 +119,9 @@ class ChatFrame:
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a piece of the rendered template; special tokens are recognised, none is added."""
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
+        if text not in self._encoded:  # the same few thousand texts over and over, on the host while the device waits
+            self._encoded[text] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return self._encoded[text]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of tokens, without special ones."""
@@ -143,14 +163,18 @@ def reply(forced: Sequence[int], topic: str, settings: SynthesisSettings, draw: 
     budget = settings.max_reply_tokens if room is None else min(room, settings.max_reply_tokens)
     shares, temperatures = zip(*settings.reply_temperatures, strict=True)
     temperature = draw.choices(temperatures, shares)[0]
-    # A loop does not end by itself: without this the worst replies would take the most time.
-    result = yield Stage(forced, budget, temperature, abandon_if=lambda tokens: is_degenerate(tokens[-128:]))
+    result = yield Stage(forced, budget, temperature, abandon_if=_loops)
     if result.finish_reason == "abandoned" or is_degenerate(result.token_ids):
         return Exchange(topic, None, "reply loops")
     if len(result.token_ids) < settings.min_reply_tokens:
         return Exchange(topic, None, "reply too short")
     mask = [False] * len(result.context) + [True] * len(result.token_ids)
     return Exchange(topic, Conversation(result.context + result.token_ids, mask, topic, truncated=not result.stopped))
+
+
+def _loops(token_ids: Sequence[int]) -> bool:
+    """Whether a reply is stuck. It would not end by itself: without this, the replies to drop would take the most time."""
+    return repeated_ngram_fraction(token_ids[-128:]) > 0.5
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,9 @@ class Conversation:
 
     def __post_init__(self) -> None:
         if len(self.input_ids) != len(self.loss_mask):
-            raise DataError(f"a conversation has {len(self.input_ids)} tokens and {len(self.loss_mask)} loss mask entries; they must be as many")
+            raise DataError(
+                f"a conversation has {len(self.input_ids)} tokens and {len(self.loss_mask)} loss mask entries; they must be as many"
+            )
 
     @property
     def reply_tokens(self) -> int:
@@ -99,7 +101,9 @@ def pack(conversations: Sequence[Conversation], row_length: int, seed: int = 0) 
         raise DataError(f"row_length = {row_length} must be at least 1 token")
     documents = [conversation for conversation in conversations if any(conversation.loss_mask[:row_length])]
     if not documents:
-        raise DataError(f"none of {len(conversations)} conversations holds a reply within its first {row_length} tokens; there is nothing to train on")
+        raise DataError(
+            f"none of {len(conversations)} conversations holds a reply within its first {row_length} tokens; there is nothing to train on"
+        )
     shuffle = random.Random(seed)
     shuffle.shuffle(documents)
     documents.sort(key=lambda document: -len(document.input_ids))  # stable: equal lengths keep their random order

@@ -21,7 +21,12 @@ MAX_SHARD_BYTES = 15_000_000
 
 
 def save_conversations(
-    path: str | Path, conversations: Sequence[Conversation], header: Mapping[str, Any], *, vocab_size: int, max_shard_bytes: int = MAX_SHARD_BYTES
+    path: str | Path,
+    conversations: Sequence[Conversation],
+    header: Mapping[str, Any],
+    *,
+    vocab_size: int,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> list[Path]:
     """Write a new folder: `conversations-00001-of-0000n.safetensors` and `header.json`; all of it or nothing.
 
@@ -101,8 +106,9 @@ def load_conversations(path: str | Path) -> tuple[list[Conversation], dict[str, 
             conversations += _read_shard(shard, topics)
         except (SafetensorError, ValueError, IndexError) as error:
             raise DataError(f"{shard} is damaged ({error}); generate the data again") from error
-    if len(conversations) != header.get("conversations"):
-        raise DataError(f"{path} holds {len(conversations)} conversations where {HEADER_FILE} names {header.get('conversations')}; a shard was exchanged")
+    named = header.get("conversations")
+    if len(conversations) != named:
+        raise DataError(f"{path} holds {len(conversations)} conversations where {HEADER_FILE} names {named}; a shard was exchanged")
     return conversations, header
 
 

@@ -128,7 +128,7 @@ def answer_prompts(
     jobs = (reply(ids, "prompts", settings, random.Random(f"{settings.seed}/{number}")) for number, ids in enumerate(fitting))
     generator = TokenGenerator(
         verifier,
-        slots=min(slots or len(fitting), len(fitting)) if verifier.device.type == "cpu" else slots,
+        slots=slots,
         max_length=max(map(len, fitting)) + settings.max_reply_tokens,
         seed=settings.seed,
     )
@@ -154,8 +154,8 @@ def _collect(
     by_topic: Counter[str] = Counter()
     reply_tokens = 0
     started = shown = time.monotonic()
-    by_time = seconds is not None and wanted is None
-    bar: Any = tqdm(total=seconds if by_time else wanted, unit="s" if by_time else "conversation", disable=not progress, desc="generating")
+    total = seconds if wanted is None else wanted
+    bar: Any = tqdm(total=total, unit="s" if wanted is None else " conversations", disable=not progress, desc="generating")
     try:
         for exchange in generator.run(jobs, seconds=seconds):
             conversation, dropped = exchange.conversation, exchange.dropped
@@ -169,8 +169,10 @@ def _collect(
             now = time.monotonic()
             if now - shown > 0.5:
                 shown = now
-                bar.n = min(round(now - started), seconds) if by_time else len(kept)
-                bar.set_postfix(kept=len(kept), reply_tokens=reply_tokens, tokens_per_second=round(generator.generated_tokens / (now - started)))
+                bar.n = round(now - started) if wanted is None else len(kept)
+                bar.set_postfix(
+                    kept=len(kept), reply_tokens=reply_tokens, tokens_per_second=round(generator.generated_tokens / (now - started))
+                )
             if wanted is not None and len(kept) >= wanted:
                 break
     except KeyboardInterrupt:

@@ -7,6 +7,7 @@ In a seed, `{name}` stands for a first name and `{number}` for a small number, d
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 
@@ -32,11 +33,19 @@ class Topic:
     wrappers: tuple[str, ...] = ()
 
 
-NAMES = tuple(
+# Kept as text: seventy lines of one word each would hide the seeds.
+NAMES = re.findall(
+    r"\w+",
     "Aisha Alejandro Amara Ana Andre Anika Ben Bianca Boris Carmen Chen Chloe Dmitri Elena Emeka Emma Farid Fatima Felix Freya Gita Hana"
     " Hassan Hugo Ines Isaac Ivy Jamal Jan Jin Jonas Kai Katya Kofi Lars Leila Liam Lucia Malik Mara Marco Mei Mina Mohamed Nadia Nia"
     " Noah Olga Omar Oscar Paula Pedro Priya Quinn Rafael Ravi Rosa Ruth Sam Sana Sofia Stefan Tariq Tessa Theo Uma Victor Wei Yara"
-    " Yusuf Zoe".split()
+    " Yusuf Zoe",
+)
+_FUNCTION_BEGINNINGS = re.findall(
+    r"\w+",
+    "count_ is_ find_ remove_ get_ check_ sum_ max_ min_ sort_ reverse_ convert_ calculate_ filter_ largest_ common_ next_ split_ merge_"
+    " has_ longest_ even_ digits_ encode_ decode_ rotate_ smallest_ unique_ words_ is_valid_ string_ list_ number_of_ make_ replace_ swap_"
+    " add_ compare_ select_ solve",
 )
 
 _BOXED = (
@@ -258,12 +267,7 @@ _FUNCTIONS = Topic(
     "functions to complete",
     0.15,
     (
-        *(
-            f"def {verb}"
-            for verb in "count_ is_ find_ remove_ get_ check_ sum_ max_ min_ sort_ reverse_ convert_ calculate_ filter_ largest_ common_"
-            " next_ split_ merge_ has_ longest_ even_ digits_ encode_ decode_ rotate_ smallest_ unique_ words_ is_valid_ string_ list_"
-            " number_of_ make_ replace_ swap_ add_ compare_ select_ solve".split()
-        ),
+        *(f"def {beginning}" for beginning in _FUNCTION_BEGINNINGS),
         "def",
         "def",
         "def",
@@ -419,7 +423,24 @@ _EXTRACTION = Topic(
 _EVERYDAY = Topic(
     "everyday",
     0.04,
-    ("", "", "", "Can you", "Could you", "I need", "I am", "I want to", "Help me", "How to", "How can I", "My", "Recommend", "Plan a", "What should I", "Please"),
+    (
+        "",
+        "",
+        "",
+        "Can you",
+        "Could you",
+        "I need",
+        "I am",
+        "I want to",
+        "Help me",
+        "How to",
+        "How can I",
+        "My",
+        "Recommend",
+        "Plan a",
+        "What should I",
+        "Please",
+    ),
 )
 
 TOPICS = (

@@ -80,9 +80,9 @@ def penalised(logits: Tensor, params: SamplingParams, seen: Tensor | None) -> Te
 
 
 def probabilities(logits: Tensor, params: SamplingParams, seen: Tensor | None = None) -> Tensor:
-    """The distribution a token is drawn from. Drafts and verifier use this one function: that is what makes the
-    request's parameters mean the same on both sides.
+    """The distribution a token is drawn from.
 
+    Drafts and verifier use this one function: that is what makes the request's parameters mean the same on both sides.
     Order: repetition penalty, temperature, top-k, top-p, min-p.
 
     Args:

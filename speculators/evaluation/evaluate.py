@@ -155,6 +155,7 @@ def evaluate(
             same = compare(verifier, prompt_set, decoded.token_ids, reference.token_ids) if settings.temperature == 0 else None
             runs.append(
                 Run(
+                    verifier=verifier.weights.name_or_path,
                     method=method_of(name, chosen.get(name)),
                     checkpoint=str(checkpoints[name]) if checkpoints and name in checkpoints else None,
                     parameters=parameter_count(chosen.get(name)),

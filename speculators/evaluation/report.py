@@ -30,51 +30,44 @@ def identity_text(row: Row) -> str:
     return ("yes" if row["token_identical"] else "NO") + (f" ({ties} near tie{'s' * (ties > 1)})" if ties else "")
 
 
-def row_cells(row: Row) -> list[str]:
-    """The cells of one row, as `HEADER` names them."""
-    survival = " ".join("-" if value is None else f"{value:.2f}".removeprefix("0") for value in row["acceptance_by_position"])
-    return [
-        row["method"] if row["checkpoint"] is None else f"{row['method']} ({Path(row['checkpoint']).name})",
-        row["prompts"],
-        str(row["k"]),
-        number(row["temperature"], 1),
-        number(row["acceptance_length"]),
-        survival,
-        number(row["tokens_per_second"], 1),
-        "-" if row["speedup"] is None else f"{row['speedup']:.2f}x",
-        identity_text(row),
-        str(row["degenerate_prompts"]),
-        parameters_text(row["parameters"]),
-        row["kind"],
-    ]
-
-
-HEADER = (
-    "method",
-    "prompts",
-    "K",
-    "T",
-    "acceptance length",
-    "acceptance by position",
-    "tokens/s",
-    "speed-up",
-    "identical",
-    "looping prompts",
-    "parameters",
-    "kind",
-)
-
-
-def terminal_table(rows: Sequence[Row], title: str) -> Table:
-    """A rich table of the rows."""
+def terminal_tables(rows: Sequence[Row], title: str) -> list[Table]:
+    """Rich tables that fit a terminal: what every row reached, and acceptance by draft position without looping prompts."""
+    from rich import box
     from rich.table import Table
 
-    table = Table(title=title)
-    for index, name in enumerate(HEADER):
-        table.add_column(name, justify="left" if index in (0, 1, 5, 8, 11) else "right", overflow="fold")
+    kinds = ", ".join(sorted({row["kind"] for row in rows}))
+    overview = Table(title=f"{title}, kind: {kinds}", box=box.SIMPLE, collapse_padding=True, pad_edge=False)
+    overview.add_column("method", no_wrap=True)
+    overview.add_column("prompts", min_width=8)
+    for name in ("K", "acceptance length", "tokens/s", "speed-up", "identical", "weights"):
+        overview.add_column(name, justify="right", min_width=max(map(len, name.split())))
     for row in rows:
-        table.add_row(*row_cells(row))
-    return table
+        overview.add_row(
+            row_name(row),
+            row["prompts"],
+            str(row["k"]),
+            number(row["acceptance_length"]),
+            number(row["tokens_per_second"], 1),
+            "-" if row["speedup"] is None else f"{row['speedup']:.2f}x",
+            identity_text(row),
+            parameters_text(row["parameters"]),
+        )
+    positions = max(len(row["acceptance_by_position"]) for row in rows)
+    survival = Table(title=f"acceptance by draft position, kind: {kinds}", box=box.SIMPLE, collapse_padding=True, pad_edge=False)
+    survival.add_column("method", no_wrap=True)
+    survival.add_column("prompts")
+    for position in range(1, positions + 1):
+        survival.add_column(str(position), justify="right")
+    for row in rows:
+        if "all prompts" not in row["prompts"] and row["acceptance_by_position"]:
+            survival.add_row(row_name(row), row["prompts"], *(number(value) for value in row["acceptance_by_position"]))
+    return [overview, survival]
+
+
+def row_name(row: Row) -> str:
+    """The method, and the checkpoint folder's name where that says more."""
+    folder = None if row["checkpoint"] is None else Path(row["checkpoint"]).name
+    return row["method"] if folder in (None, row["method"]) else f"{row['method']} ({folder})"
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -99,14 +92,13 @@ def below_prompt_lookup(rows: Sequence[Row]) -> list[Row]:
 
 
 def remarks(rows: Sequence[Row]) -> list[str]:
-    """Sentences under a table: drafters that do not beat prompt lookup, outputs that differ from plain decoding."""
-    sentences = [
-        f"{row['method']} does not beat prompt lookup on {row['prompts']} (K = {row['k']}, T = {row['temperature']:g}): it fails there."
-        for row in below_prompt_lookup(rows)
-    ]
-    sentences += [
-        f"{row['method']} differs from plain decoding on {row['prompts']} (K = {row['k']})."
-        for row in rows
-        if row["token_identical"] is False
-    ]
+    """Sentences under a table: what was left out, drafters that do not beat prompt lookup, outputs that differ from plain decoding."""
+    looping = {row["prompts"]: row["degenerate_prompts"] for row in rows if "all prompts" not in row["prompts"]}
+    sentences = [f"{prompts}: {count} looping prompts left out, except under 'all prompts'." for prompts, count in looping.items() if count]
+    for row in below_prompt_lookup(rows):
+        where = f"{row['prompts']} (K = {row['k']}, T = {row['temperature']:g})"
+        sentences.append(f"{row['method']} does not beat prompt lookup on {where}: it fails there.")
+    for row in rows:
+        if row["token_identical"] is False:
+            sentences.append(f"{row['method']} differs from plain decoding on {row['prompts']} (K = {row['k']}).")
     return sentences

@@ -18,6 +18,7 @@ from speculators.files import write_text_atomically
 
 RAW_FOLDER = Path("docs/results/raw")
 DOCUMENT = Path("docs/results.md")
+NOTES = Path("docs/results/notes.md")  # written by hand, appended as it is
 METHODS = ("dspark", "dflash", "peagle", "eagle3", "prompt_lookup")
 COMPARISONS = (("dspark", "dflash"), ("peagle", "eagle3"))
 
@@ -40,8 +41,8 @@ Every number here is of kind **decode**: real decoding in this library's engine,
 """
 
 
-def document(runs: Sequence[Run]) -> str:
-    """The whole of `docs/results.md`.
+def document(runs: Sequence[Run], notes: str = "") -> str:
+    """The whole of `docs/results.md`; `notes` stand at its end.
 
     Raises:
         DataError: there are no runs.
@@ -58,12 +59,14 @@ def document(runs: Sequence[Run]) -> str:
         parts.append(f"## {title}: acceptance length\n\n{_lengths(at_temperature, exclude_degenerate=True)}")
         parts.append(f"### {title}, all prompts\n\n{_lengths(at_temperature, exclude_degenerate=False)}")
         parts.append(_positions(at_temperature, title))
-    parts.append(_comparisons(acceptance))
+    comparisons = _comparisons(acceptance)
+    if comparisons:
+        parts.append(comparisons)
     if any(run.identical is not None for run in acceptance):
         parts.append(_identity(acceptance))
     if timed:
         parts.append(_speed(timed))
-    return "\n\n".join(part.strip() for part in parts) + "\n"
+    return "\n\n".join(part.strip() for part in [*parts, notes] if part.strip()) + "\n"
 
 
 def _sets(runs: Iterable[Run]) -> list[str]:
@@ -101,7 +104,7 @@ def _contract(runs: Sequence[Run]) -> str:
         run = next(run for run in runs if run.prompts == name)
         rows.append([name, str(len(run.rounds)), str(sum(run.degenerate))])
     return (
-        f"## Contract\n\nOne verifier, one set of prompts, first turn, default chat template, {budgets} new tokens, {precisions},"
+        f"## Contract\n\nVerifier {first.verifier}, the same prompts for every method, first turn, default chat template, {budgets} new tokens, {precisions},"
         f" seed {first.seed}, decoded on {', '.join(sorted({run.device for run in runs}))}.\n\n"
         + markdown_table(["prompt set", "prompts", "looping prompts"], rows)
     )
@@ -167,6 +170,8 @@ def _comparisons(runs: Sequence[Run]) -> str:
                     rows.append(
                         [f"{ours} against {theirs}", f"{temperature:g}", str(k), number(a), number(b), f"{(a / b - 1) * 100:+.1f}%"]
                     )
+    if not rows:
+        return ""
     return "## Comparisons\n\nMean acceptance length of the sets.\n\n" + markdown_table(
         ["", "T", "K", "first", "second", "difference"], rows
     )
@@ -219,13 +224,15 @@ def load_folder(folder: Path) -> list[Run]:
 
 
 def main() -> None:
-    """Command line: `--raw FOLDER --output FILE`."""
+    """Command line: `--raw FOLDER --notes FILE --output FILE`."""
     parser = argparse.ArgumentParser(description="Rebuild the result tables from committed runs.")
     parser.add_argument("--raw", type=Path, default=RAW_FOLDER)
+    parser.add_argument("--notes", type=Path, default=NOTES)
     parser.add_argument("--output", type=Path, default=DOCUMENT)
     arguments = parser.parse_args()
     try:
-        write_text_atomically(arguments.output, document(load_folder(arguments.raw)))
+        notes = arguments.notes.read_text(encoding="utf-8") if arguments.notes.is_file() else ""
+        write_text_atomically(arguments.output, document(load_folder(arguments.raw), notes))
     except DataError as error:
         parser.error(str(error))
     print(f"wrote {arguments.output}")

@@ -77,4 +77,4 @@ def row_of(run: Run, baseline: Run | None, *, exclude_degenerate: bool) -> Row:
 
 
 def _contract(run: Run) -> tuple[object, ...]:
-    return run.prompts, run.prompt_ids, run.temperature, run.max_new_tokens, run.batch_size, run.dtype, run.device
+    return run.verifier, run.prompts, run.prompt_ids, run.temperature, run.max_new_tokens, run.batch_size, run.dtype, run.device

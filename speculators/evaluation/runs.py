@@ -26,6 +26,7 @@ class Run:
     """One method on one prompt set at one K and temperature.
 
     Attributes:
+        verifier: as the user named it.
         method: registered name, `prompt_lookup`, or `plain` for decoding without a drafter.
         checkpoint: folder or Hub name of the drafter; None where it has none.
         parameters: weights the drafter owns; what it borrows from the verifier is not counted.
@@ -46,6 +47,7 @@ class Run:
             were decoded together with other prompt sets, so that no time belongs to this set alone.
     """
 
+    verifier: str
     method: str
     checkpoint: str | None
     parameters: int
@@ -85,6 +87,7 @@ class Run:
 def to_json(run: Run) -> dict[str, Any]:
     """The compact form; see the module's docstring."""
     return {
+        "verifier": run.verifier,
         "method": run.method,
         "checkpoint": run.checkpoint,
         "parameters": run.parameters,

@@ -35,7 +35,8 @@ class LossOutput:
     Attributes:
         loss: scalar, differentiable.
         metrics: name -> (numerator, denominator), detached scalars or [K] vectors by draft position. Ratios are
-            formed only after summing over micro-batches and ranks, so that means weigh tokens right.
+            formed only after summing over micro-batches and ranks, so that means weigh tokens right. The denominator of
+            "loss" is the batch's weight: `loss` times it must be a sum over the batch, zero for an empty one.
     """
 
     loss: Tensor

@@ -58,12 +58,13 @@ class Pace:
     """
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._events = [torch.cuda.Event() for _ in range(2)] if device.type == "cuda" else []
         self._next = 0
 
     def step(self) -> None:
         """Call after launching a step: waits for the step before it."""
         if self._events:
-            self._events[self._next].record()
+            self._events[self._next].record(torch.cuda.current_stream(self._device))
             self._next = 1 - self._next
             self._events[self._next].synchronize()  # never recorded: returns at once

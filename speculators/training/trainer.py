@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -74,10 +75,15 @@ def train(
         DataError: there are no rows, or too many of them have hidden states that are not finite.
         TrainingInterrupted: SIGINT or SIGTERM came; the state was saved first.
     """
-    devices = [verifier.device] if verifier.device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
-        trainer = Trainer(verifier, rows, config, held_out=held_out, init_from=init_from, resume=resume, on_record=on_record, clock=clock)
-        return trainer.run()
+    device = verifier.device
+    on_cuda = device.type == "cuda"
+    with torch.cuda.device(device) if on_cuda else nullcontext(), torch.random.fork_rng([device] if on_cuda else []):
+        speculator = Trainer(
+            verifier, rows, config, held_out=held_out, init_from=init_from, resume=resume, on_record=on_record, clock=clock
+        ).run()
+    if on_cuda:
+        gc.collect()  # gigabytes of cached states must not wait for the collector's own time if something refers in a circle
+    return speculator
 
 
 class Trainer:
