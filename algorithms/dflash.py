@@ -8,7 +8,7 @@ that the block attends to. A block is the anchor token and MASK tokens; all its 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -88,8 +88,8 @@ class DFlashOptions(DrafterOptions):
 class DFlash(Speculator):
     """Block diffusion over injected verifier features: all draft tokens in one bidirectional pass."""
 
-    config_class: type[SpeculatorConfig] = DFlashConfig
-    options_class: type[DFlashOptions] = DFlashOptions
+    config_class = DFlashConfig
+    options_class: ClassVar[type[DFlashOptions]] = DFlashOptions
     config: DFlashConfig
 
     def __init__(self, config: DFlashConfig) -> None:
@@ -107,16 +107,14 @@ class DFlash(Speculator):
     def default_config(cls, verifier: VerifierWeights, **options: Any) -> DFlashConfig:
         """See `Speculator.default_config`; the options are those of `options_class`."""
         chosen = cls.options_class.parse(cls.method, options)
-        config: DFlashConfig = cls.config_class.parse(cls._config_fields(verifier, chosen), f"{cls.method} options")  # type: ignore[assignment]
+        config: DFlashConfig = cls.config_class.parse(cls._config_fields(verifier, chosen), f"{cls.method} options")
         return config
 
     @classmethod
     def _config_fields(cls, verifier: VerifierWeights, options: Any) -> dict[str, Any]:
-        from speculators.registry import get_algorithm
-
         mask = default_mask_token(verifier) if options.mask_token_id is None else options.mask_token_id
         return {
-            **common_config(cls.method, get_algorithm(cls.method).serving.architecture, verifier, options, "qwen3"),
+            **common_config(cls.method, cls.serving.architecture, verifier, options, "qwen3"),
             "aux_hidden_state_layer_ids": taps_for(verifier, options),
             "block_size": options.num_draft_tokens + (not options.sample_from_anchor),
             "mask_token_id": mask,

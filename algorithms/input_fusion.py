@@ -8,7 +8,7 @@ stream, "depth 0", whose keys and values are the context of everything drafted d
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -81,7 +81,7 @@ class InputFusion(Speculator):
     """Base of the drafters that fuse features at their input."""
 
     config: InputFusionConfig
-    options_class: type[InputFusionOptions] = InputFusionOptions
+    options_class: ClassVar[type[InputFusionOptions]] = InputFusionOptions
     stored_verifier_tensors = ("embed_tokens.weight", "lm_head.weight")
 
     def __init__(self, config: InputFusionConfig) -> None:
@@ -115,9 +115,7 @@ class InputFusion(Speculator):
 
     @classmethod
     def _config_fields(cls, verifier: VerifierWeights, options: Any) -> dict[str, Any]:
-        from speculators.registry import get_algorithm
-
-        fields = common_config(cls.method, get_algorithm(cls.method).serving.architecture, verifier, options, "llama")
+        fields = common_config(cls.method, cls.serving.architecture, verifier, options, "llama")
         taps = taps_for(verifier, options)
         # vLLM's Llama class takes the width of fc from this nested key.
         fields["transformer_layer_config"] = fields["transformer_layer_config"].model_copy(update={"num_aux_hidden_states": len(taps)})

@@ -97,7 +97,8 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps) if normalise_heads else None
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim))
+        heads: Tensor = x.unflatten(-1, (-1, self.head_dim))
+        return heads
 
     def query(self, x: Tensor, rotation: Rotation) -> Tensor:
         """[..., input] -> [..., heads, head_dim], rotated."""

@@ -95,7 +95,7 @@ def default_mask_token(verifier: VerifierWeights) -> int:
     candidates = [int(i) for i in (inverse == group).nonzero().flatten()] if int(counts[group]) > 1 else []
     for token in [*sorted(candidates, reverse=True), *range(verifier.vocab_size - 1, -1, -1)]:
         if token not in verifier.stop_token_ids:
-            return token
+            return int(token)
     raise ConfigError("every token of this verifier is a stop token; name mask_token_id yourself")
 
 

@@ -101,6 +101,7 @@ def evaluate_together(
             prompt_ids=together.ids,
             k=k,
             temperature=temperature,
+            confidence_threshold=0.0,
             seed=options.seed,
             max_new_tokens=options.max_new_tokens,
             batch_size=len(together.ids),

@@ -188,7 +188,9 @@ def block_attention(
     for count, additive in mask.groups:
         part = slice(first, first + count)
         first += count
-        outputs.append(_group_attention(query[:, part], block_key[:, part], block_value[:, part], context_key, context_value, additive, scale))
+        outputs.append(
+            _group_attention(query[:, part], block_key[:, part], block_value[:, part], context_key, context_value, additive, scale)
+        )
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
     if mask.block_valid is not None:
         output = torch.where(mask.block_valid[:, :, None, None, None], output, 0.0)

@@ -52,7 +52,7 @@ def grouped_attention(
     folded_query = query.reshape(rows, kv_heads, groups * width, query.shape[-1])
     folded_mask = attention_mask if width == 1 else attention_mask.repeat(1, 1, groups, 1)
     output = nn.functional.scaled_dot_product_attention(folded_query, key, value, attn_mask=folded_mask, dropout_p=dropout, scale=scaling)
-    return output.view(rows, heads, width, -1).transpose(1, 2).contiguous(), None
+    return output.reshape(rows, heads, width, -1).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(GROUPED_ATTENTION, grouped_attention)

@@ -78,7 +78,7 @@ def register_algorithm(name: str, *, serving: VllmServing) -> Callable[[Speculat
                 f"the method name {name!r} is already registered by {_full_name(known.speculator_class)}; choose another name for"
                 f" {_full_name(cls)}"
             )
-        cls.method = name
+        cls.method, cls.serving = name, serving
         summary = (cls.__doc__ or "").strip().splitlines()
         _ALGORITHMS[name] = Algorithm(name, cls, serving, summary[0] if summary else "")
         return cls

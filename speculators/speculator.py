@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from speculators.config import SpeculatorConfig
 from speculators.decoding.proposal import DraftSampler, Observation, Proposal
 from speculators.errors import PairingError
+from speculators.registry import VllmServing
 from speculators.training.batch import LossOutput, TrainingBatch
 
 
@@ -76,7 +77,8 @@ class Speculator(nn.Module, ABC):
 
     Class attributes:
         config_class: the pydantic config of the algorithm.
-        method: the method string; set by `register_algorithm`.
+        method: the method string, and
+        serving: what vLLM needs to know; both set by `register_algorithm`.
         stored_verifier_tensors: verifier tensors that the full on-disk form repeats for engines that want
             them in the file: a subset of {"embed_tokens.weight", "lm_head.weight"}. The compact form leaves
             them out.
@@ -84,6 +86,7 @@ class Speculator(nn.Module, ABC):
 
     config_class: ClassVar[type[SpeculatorConfig]]
     method: ClassVar[str]
+    serving: ClassVar[VllmServing]
     stored_verifier_tensors: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: SpeculatorConfig) -> None:
@@ -219,7 +222,9 @@ class Speculator(nn.Module, ABC):
         bias = verifier.head_bias
         if bias is not None and self.has_reduced_vocabulary:
             bias = bias[self.draft_token_ids()]
-        logits = nn.functional.linear(hidden.to(verifier.head.dtype), self.head_weight(), bias) * verifier.logit_scale
+        # Two dimensions: of a view that skips slots, torch would make a batched product, for which it copies the whole head.
+        rows = hidden.to(verifier.head.dtype).reshape(-1, hidden.shape[-1])
+        logits = nn.functional.linear(rows, self.head_weight(), bias).unflatten(0, hidden.shape[:-1]) * verifier.logit_scale
         cap = verifier.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 

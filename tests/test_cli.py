@@ -11,12 +11,16 @@ from typing import Any
 
 import pytest
 from chat_tokenizer import chat_tokenizer
-from tiny_models import tiny_model
+from tiny_models import tiny_model, tiny_verifier
 from typer.testing import CliRunner
 
 from speculators.cli.common import parse_settings
+from speculators.cli.demo import METHODS, own_replies, smoke_drafter
 from speculators.cli.main import app
+from speculators.decoding.engine import generate
+from speculators.decoding.sampling import SamplingParams
 from speculators.errors import ConfigError
+from speculators.evaluation.evaluate import PromptSet
 from speculators.registry import get_algorithm
 from speculators.training.config import TrainingConfig
 from speculators.verifier import Verifier
@@ -154,6 +158,23 @@ def test_settings_are_json_where_they_can_be() -> None:
     assert parse_settings(["a=7", "b=[2, 15]", "c=gated", "d=true"], "--option") == {"a": 7, "b": [2, 15], "c": "gated", "d": True}
     with pytest.raises(ConfigError, match="--option 'layers' must have the form key=value"):
         parse_settings(["layers"], "--option")
+
+
+def test_the_demo_decodes_the_first_prompt_of_each_benchmark_set() -> None:
+    root = Path(__file__).parents[1]
+    demo = (root / "speculators" / "data" / "demo_prompts.jsonl").read_text().splitlines()
+    sets = sorted((root / "benchmarks" / "prompts").glob("*.jsonl"))
+    assert len(demo) == len(sets) == 4
+    assert {path.read_text().splitlines()[0] for path in sets} == set(demo)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_smoke_drafter_trains_for_seconds_and_decodes_losslessly(method: str) -> None:
+    verifier = tiny_verifier(layers=8)  # deep enough for the default taps
+    prompts = PromptSet("toy", ("a", "b"), ((1, 2, 3), (4, 5, 6, 7)))
+    drafter = smoke_drafter(method, verifier, own_replies(verifier, prompts, 16), seconds=0.2)
+    plain = generate(verifier, None, prompts.token_ids, SamplingParams(max_new_tokens=16))
+    assert generate(verifier, drafter, prompts.token_ids, SamplingParams(max_new_tokens=16)).token_ids == plain.token_ids
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from speculators.errors import ConfigError, DataError
 from speculators.evaluation import metrics
 from speculators.evaluation.evaluate import EvaluationSettings, PromptSet, compare, evaluate, top_two_gap
 from speculators.evaluation.report import below_prompt_lookup, remarks
-from speculators.evaluation.results import document
+from speculators.evaluation.results import document, load_folder
 from speculators.evaluation.rows import Row, row_of
 from speculators.evaluation.runs import Run, from_json, load_runs, save_runs, to_json
 from speculators.verifier import Verifier
@@ -54,6 +54,7 @@ def a_run(**changes: object) -> Run:
         prompt_ids=("a", "b", "c"),
         k=3,
         temperature=0.0,
+        confidence_threshold=0.0,
         seed=0,
         max_new_tokens=128,
         batch_size=1,
@@ -214,6 +215,14 @@ def test_sampled_prompts_of_different_batches_draw_different_numbers(verifier: V
     assert len(set(lookup.rounds)) > 1
 
 
+def test_a_confidence_threshold_cuts_blocks_but_not_those_of_prompt_lookup(verifier: Verifier, prompts: PromptSet) -> None:
+    settings = EvaluationSettings(max_new_tokens=12, num_draft_tokens=4, confidence_threshold=0.5)
+    runs = evaluate(verifier, {"table": BlockTable(64, confidence=(0.9, 0.6, 0.4, 0.9))}, prompts, settings).runs
+    table, lookup = (next(run for run in runs if run.method == method) for method in ("table", "prompt_lookup"))
+    assert {a_round.proposed for row in table.rounds for a_round in row} <= {0, 1, 2}
+    assert table.confidence_threshold == 0.5 and lookup.confidence_threshold == 0.0
+
+
 def test_k_above_the_block_is_refused_before_anything_is_decoded(verifier: Verifier, prompts: PromptSet) -> None:
     said: list[str] = []
     with pytest.raises(ConfigError, match="k 17 exceeds the 16 tokens table proposes in one block"):
@@ -327,3 +336,9 @@ def test_the_result_document_compares_methods_and_counts_what_was_left_out() -> 
     assert "| dspark | 3 | 3.00 | 3.00 | 3.00 |" in text and "| dflash | 3 | 2.00 * | 2.00 * | 2.00 |" in text
     assert "| dspark | 3 | 6 | 6 | 2 |" in text, "identity: six outputs, all identical, two near ties"
     assert "Sampled, T = 1" in text
+    assert document(runs, "## Notes\n\nBy hand.\n").endswith("## Notes\n\nBy hand.\n")
+
+
+def test_a_folder_without_runs_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no runs in"):
+        load_folder(tmp_path)

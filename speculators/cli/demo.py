@@ -62,7 +62,7 @@ def demo(
     rows = merged(identity.rows, speed.rows)
     console.print(table(rows, str(dtype).removeprefix("torch."), identity.runs[0].device))
     if SMOKE_LABEL in checkpoints.values():
-        console.print(f"Rows marked '{SMOKE_LABEL}' learned these very replies by heart: they show that a method runs, not its quality.")
+        console.print(f"smoke: an {SMOKE_LABEL} learned these very replies by heart; it shows that a method runs, not its quality.")
     write_json(
         json,
         {
@@ -143,29 +143,31 @@ def merged(identity: Sequence[Row], speed: Sequence[Row]) -> list[Row]:
 
 def table(rows: Sequence[Row], dtype: str, device: str) -> Any:
     """One line a method; looping prompts are left out of the first acceptance length and counted."""
+    from rich import box
     from rich.table import Table
 
     from speculators.evaluation.report import identity_text, number, parameters_text
 
-    loops = rows[0]["degenerate_prompts"]
+    speed = number(rows[0]["baseline_tokens_per_second"], 1)
     result = Table(
-        title=f"{DEFAULT_VERIFIER}, greedy, K = {NUM_DRAFT_TOKENS}: identity in float32, speed in {dtype} on {device}",
-        caption=f"kind: decode. Looping prompts: {loops}. Plain decoding: {number(rows[0]['baseline_tokens_per_second'], 1)} tokens/s.",
+        title=f"{DEFAULT_VERIFIER}, greedy, K = {NUM_DRAFT_TOKENS}, kind: decode\nidentity in float32, speed in {dtype} on {device}",
+        caption=f"Plain decoding: {speed} tokens/s. Looping prompts, left out of the first column: {rows[0]['degenerate_prompts']}.",
+        box=box.SIMPLE,
+        collapse_padding=True,
+        pad_edge=False,
     )
-    columns = ("acceptance length", "all prompts", "identical", "tokens/s", "speed-up", "parameters", "drafter")
     result.add_column("method", no_wrap=True)
-    for name in columns:
-        result.add_column(name, justify="left" if name in ("identical", "drafter") else "right")
+    for name in ("acceptance length", "all prompts", "identical", "tokens/s", "speed-up", "weights"):
+        result.add_column(name, justify="right", min_width=max(map(len, name.split())))
     for without_loops, everything in zip(rows[::2], rows[1::2], strict=True):
         speedup = everything["speedup"]
         result.add_row(
-            everything["method"],
+            everything["method"] + (" (smoke)" if everything["checkpoint"] == SMOKE_LABEL else ""),
             number(without_loops["acceptance_length"]),
             number(everything["acceptance_length"]),
             identity_text(everything),
             number(everything["tokens_per_second"], 1),
             "-" if speedup is None else f"{speedup:.2f}x",
             parameters_text(everything["parameters"]),
-            {None: "untrained", SMOKE_LABEL: SMOKE_LABEL}.get(everything["checkpoint"], "trained"),
         )
     return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors import SafetensorError
+from safetensors.numpy import load, save_file
 
 from speculators.data.rows import Conversation
 from speculators.errors import DataError
@@ -80,7 +81,7 @@ def save_conversations(
 
 
 def load_conversations(path: str | Path) -> tuple[list[Conversation], dict[str, Any]]:
-    """Read what `save_conversations` wrote.
+    """Read what `save_conversations` wrote. Shards may have been compressed with `xz`.
 
     Returns:
         The conversations in their order, and the header.
@@ -100,11 +101,13 @@ def load_conversations(path: str | Path) -> tuple[list[Conversation], dict[str, 
     conversations: list[Conversation] = []
     for index in range(1, shard_count + 1):
         shard = path / f"conversations-{index:05d}-of-{shard_count:05d}.safetensors"
-        if not shard.is_file():
+        compressed = shard.with_name(f"{shard.name}.xz")
+        if not shard.is_file() and not compressed.is_file():
             raise DataError(f"{shard} is missing; {HEADER_FILE} names {shard_count} shards")
         try:
-            conversations += _read_shard(shard, topics)
-        except (SafetensorError, ValueError, IndexError) as error:
+            content = shard.read_bytes() if shard.is_file() else lzma.decompress(compressed.read_bytes())
+            conversations += _read_shard(content, topics)
+        except (SafetensorError, lzma.LZMAError, ValueError, IndexError, KeyError) as error:
             raise DataError(f"{shard} is damaged ({error}); generate the data again") from error
     named = header.get("conversations")
     if len(conversations) != named:
@@ -140,9 +143,8 @@ def _tensors(shard: Sequence[Conversation], topics: Sequence[str], vocab_size: i
     }
 
 
-def _read_shard(path: Path, topics: Sequence[str]) -> list[Conversation]:
-    with safe_open(path, framework="numpy") as file:
-        data = {key: file.get_tensor(key) for key in ("input_ids", "loss_mask", "offsets", "topics", "truncated")}
+def _read_shard(content: bytes, topics: Sequence[str]) -> list[Conversation]:
+    data = load(content)
     tokens: list[int] = data["input_ids"].tolist()
     mask: list[bool] = np.unpackbits(data["loss_mask"], count=len(tokens)).astype(np.bool_).tolist()
     offsets: list[int] = data["offsets"].tolist()

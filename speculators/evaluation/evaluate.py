@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,7 +65,8 @@ class EvaluationSettings:
         temperature: 0 is greedy; only then is identity to plain decoding checked.
         num_draft_tokens: K; None takes each drafter's own default, and the largest of those for prompt lookup.
         batch_size: prompts decoded together.
-        confidence_threshold: drop a block after its first slot below it (drafters with a confidence head).
+        confidence_threshold: cut a block before its first slot below it; every drafter but prompt lookup then needs a
+            confidence head.
         seed: of sampling.
     """
 
@@ -150,7 +151,7 @@ def evaluate(
         for name, drafter in chosen.items():
             if drafter is not None:
                 say(f"{name} on {prompt_set.name}")
-                outputs[name] = decode(verifier, drafter, prompt_set, settings, lengths[name])
+                outputs[name] = decode(verifier, drafter, prompt_set, settings_for(name, settings), lengths[name])
         for name, decoded in outputs.items():
             same = compare(verifier, prompt_set, decoded.token_ids, reference.token_ids) if settings.temperature == 0 else None
             runs.append(
@@ -163,6 +164,7 @@ def evaluate(
                     prompt_ids=prompt_set.ids,
                     k=lengths.get(name, 0),
                     temperature=settings.temperature,
+                    confidence_threshold=0.0 if name == PLAIN else settings_for(name, settings).confidence_threshold,
                     seed=settings.seed,
                     max_new_tokens=settings.max_new_tokens,
                     batch_size=settings.batch_size,
@@ -224,6 +226,11 @@ def top_two_gap(verifier: Verifier, prefix: Sequence[int]) -> float:
 def with_prompt_lookup(drafters: Mapping[str, Drafter | None]) -> dict[str, Drafter | None]:
     """The drafters, and prompt lookup where it is not among them: every table shows what an untrained drafter reaches."""
     return {**drafters} if PROMPT_LOOKUP in drafters else {**drafters, PROMPT_LOOKUP: PromptLookup()}
+
+
+def settings_for(name: str, settings: EvaluationSettings) -> EvaluationSettings:
+    """A drafter's settings: prompt lookup has no confidence that a threshold could cut."""
+    return replace(settings, confidence_threshold=0.0) if name == PROMPT_LOOKUP else settings
 
 
 def draft_lengths(drafters: Mapping[str, Drafter | None], settings: EvaluationSettings) -> dict[str, int]:

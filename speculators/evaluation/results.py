@@ -103,11 +103,12 @@ def _contract(runs: Sequence[Run]) -> str:
     for name in _sets(runs):
         run = next(run for run in runs if run.prompts == name)
         rows.append([name, str(len(run.rounds)), str(sum(run.degenerate))])
-    return (
-        f"## Contract\n\nVerifier {first.verifier}, the same prompts for every method, first turn, default chat template, {budgets} new tokens, {precisions},"
-        f" seed {first.seed}, decoded on {', '.join(sorted({run.device for run in runs}))}.\n\n"
-        + markdown_table(["prompt set", "prompts", "looping prompts"], rows)
+    machines = ", ".join(sorted({run.device for run in runs}))
+    text = (
+        f"Verifier {first.verifier}, the same prompts for every method, first turn, default chat template, {budgets} new tokens,"
+        f" {precisions}, seed {first.seed}. Decoded on {machines}."
     )
+    return f"## Contract\n\n{text}\n\n" + markdown_table(["prompt set", "prompts", "looping prompts"], rows)
 
 
 def _parameters(runs: Sequence[Run]) -> str:

@@ -34,6 +34,7 @@ class Run:
         prompt_ids: one id a row.
         k: draft tokens a round asked for; 0 for plain decoding.
         temperature: 0 is greedy.
+        confidence_threshold: blocks were cut before their first slot below it; 0 cuts nothing.
         seed: of sampling.
         max_new_tokens: token budget a row.
         batch_size: rows decoded together.
@@ -55,6 +56,7 @@ class Run:
     prompt_ids: tuple[str, ...]
     k: int
     temperature: float
+    confidence_threshold: float
     seed: int
     max_new_tokens: int
     batch_size: int
@@ -95,6 +97,7 @@ def to_json(run: Run) -> dict[str, Any]:
         "prompt_ids": list(run.prompt_ids),
         "k": run.k,
         "temperature": run.temperature,
+        "confidence_threshold": run.confidence_threshold,
         "seed": run.seed,
         "max_new_tokens": run.max_new_tokens,
         "batch_size": run.batch_size,
