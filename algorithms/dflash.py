@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 from torch import Tensor, nn
 
 from speculators.algorithms.anchors import Anchors, Supervision
@@ -61,6 +61,14 @@ class DFlashConfig(SpeculatorConfig):
     def max_draft_tokens(self) -> int:
         """Tokens one block proposes."""
         return self.block_size if self.sample_from_anchor else self.block_size - 1
+
+    @model_serializer(mode="wrap")
+    def _leave_unset_causality_out(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Engines read `is_causal` where it stands, whatever it is; unset, it must not stand there."""
+        data: dict[str, Any] = handler(self)
+        if data.get("is_causal") is None:
+            data.pop("is_causal", None)
+        return data
 
     def causal(self, layer: int) -> bool:
         """Whether a layer's attention inside the block is causal."""

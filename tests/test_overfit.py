@@ -41,7 +41,7 @@ def chaotic_verifier() -> tuple[Verifier, Conversation]:
 def learn(method: str, verifier: Verifier, conversation: Conversation) -> Speculator:
     """Train until the reply is known by heart."""
     options = {"num_draft_tokens": K, "aux_hidden_state_layer_ids": [1, 3, 5], **METHODS[method]}
-    return overfit(method, verifier, conversation, 250, learning_rate=4e-3, **options)
+    return overfit(method, verifier, conversation, 400, learning_rate=4e-3, **options)
 
 
 def accepted_share(verifier: Verifier, speculator: Speculator) -> float:
