@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -68,6 +69,9 @@ class Verifier:
         if self._decoder is model:  # transformers did not find it (Llama-4)
             self._decoder = _child(model, ("model", "transformer"), name)
         self._layers = _child(self._decoder, ("layers", "h"), name)
+        # transformers renames this argument, model by model.
+        renamed = "cache" in inspect.signature(self._decoder.forward).parameters
+        self._cache_argument = "cache" if renamed else "past_key_values"
         self._final_norm = _child(self._decoder, ("norm", "final_layer_norm", "final_layernorm", "ln_f"), name)
         # SDPA has neither soft-capped scores nor attention sinks; the model's own eager attention has.
         exact = bool(model._supports_sdpa) and not getattr(config, "attn_logit_softcapping", None)
@@ -231,9 +235,8 @@ class Verifier:
         rows, width = input_ids.shape
         tapped = torch.empty((rows, width, len(taps) * self.hidden_size), dtype=self.dtype, device=self.device)
         with self._residual_streams(tapped, taps) as last:
-            self._decoder(
-                input_ids=input_ids, attention_mask=masks, position_ids=positions, past_key_values=cache, use_cache=cache is not None
-            )
+            cached: dict[str, Any] = {self._cache_argument: cache, "use_cache": cache is not None}
+            self._decoder(input_ids=input_ids, attention_mask=masks, position_ids=positions, **cached)
         return VerifierOutput(hidden_states=tapped, last_hidden_state=last[0].to(self.device))
 
     @contextmanager

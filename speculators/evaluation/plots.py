@@ -9,6 +9,7 @@ from speculators.errors import DataError
 from speculators.evaluation.rows import Row
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -32,9 +33,7 @@ def plot_acceptance_by_position(rows: Sequence[Row], *, conditional: bool = Fals
     axes.set_ylabel("conditional acceptance" if conditional else "acceptance (this draft and all before it)")
     axes.set_ylim(0, 1)
     axes.set_title(f"{rows[0]['prompts']}, T = {rows[0]['temperature']:g}, {kind}")
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.grid(alpha=0.3)
-    axes.legend()
+    _finish(axes)
     return figure
 
 
@@ -55,9 +54,7 @@ def plot_acceptance_length_by_k(rows: Sequence[Row]) -> Figure:
     axes.set_xlabel("K (draft tokens a round)")
     axes.set_ylabel("acceptance length (bonus token included)")
     axes.set_title(f"{rows[0]['prompts']}, T = {rows[0]['temperature']:g}, {kind}")
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.grid(alpha=0.3)
-    axes.legend()
+    _finish(axes)
     return figure
 
 
@@ -69,6 +66,15 @@ def _figure(rows: Sequence[Row]) -> tuple[Figure, str]:
     if len(kinds) != 1:
         raise DataError(f"a plot shows numbers of one kind, got {', '.join(sorted(kinds)) or 'no rows'}; plot each kind by itself")
     return Figure(figsize=(7, 4.2), layout="constrained"), kinds.pop()
+
+
+def _finish(axes: Axes) -> None:
+    """Whole numbers on the horizontal axis, a light grid, the legend."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(alpha=0.3)
+    axes.legend()
 
 
 def _label(row: Row) -> str:
