@@ -213,12 +213,12 @@ def _speed_cells(row: Row) -> list[str]:
 
 
 def load_folder(folder: Path) -> list[Run]:
-    """Every run of every file in a folder.
+    """Every run of every file in a folder and the folders below it.
 
     Raises:
         DataError: the folder is missing or holds no runs.
     """
-    files = sorted(folder.glob("*.json"))
+    files = sorted(folder.rglob("*.json"))
     if not files:
         raise DataError(f"no runs in {folder}: expected JSON files written by benchmarks/evaluate_drafters.py")
     return [run for file in files for run in load_runs(file)]
