@@ -18,6 +18,7 @@ from speculators.algorithms.anchors import Anchors, Supervision
 from speculators.algorithms.layers import DecoderLayer, DraftState, RMSNorm, RotaryEmbedding, Rotation, initialise
 from speculators.algorithms.objective import Objective, block_loss
 from speculators.algorithms.options import DrafterOptions, common_config, default_mask_token, taps_for
+from speculators.algorithms.warm_start import continued_config
 from speculators.config import SpeculatorConfig
 from speculators.decoding.proposal import DraftSampler, Observation, Proposal
 from speculators.kernels.block_attention import BlockAttentionMask, block_attention, block_attention_mask
@@ -92,7 +93,22 @@ class DFlashOptions(DrafterOptions):
     training: DFlashTraining = Field(default_factory=DFlashTraining)
 
 
-@register_algorithm("dflash", serving=VllmServing(method="dflash", architecture="DFlashDraftModel", runners=("V1", "V2")))
+def serving_caveats(config: DFlashConfig) -> list[str]:
+    """What vLLM 0.32 reads differently in a DFlash configuration."""
+    caveats = []
+    if config.sample_from_anchor:
+        caveats.append("sample_from_anchor = true: the V1 runner ignores it and drafts from wrong slots, the V2 runner refuses it")
+    if len({config.layers.window(layer) for layer in range(config.layers.num_hidden_layers)}) > 1:
+        caveats.append("layer_types mixes sliding and full attention: only the V2 runner serves it")
+    return caveats
+
+
+@register_algorithm(
+    "dflash",
+    serving=VllmServing(
+        method="dflash", architecture="DFlashDraftModel", runners=("V1", "V2"), minimum_version="0.26.0", caveats=serving_caveats
+    ),
+)
 class DFlash(Speculator):
     """Block diffusion over injected verifier features: all draft tokens in one bidirectional pass."""
 
@@ -117,6 +133,11 @@ class DFlash(Speculator):
         chosen = cls.options_class.parse(cls.method, options)
         config: DFlashConfig = cls.config_class.parse(cls._config_fields(verifier, chosen), f"{cls.method} options")
         return config
+
+    @classmethod
+    def continued_config(cls, source: SpeculatorConfig, verifier: VerifierWeights, **options: Any) -> SpeculatorConfig:
+        """See `Speculator.continued_config`."""
+        return continued_config(cls, cls.options_class, source, verifier, options)
 
     @classmethod
     def _config_fields(cls, verifier: VerifierWeights, options: Any) -> dict[str, Any]:

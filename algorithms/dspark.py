@@ -66,15 +66,26 @@ class DSparkOptions(DFlashOptions):
     training: DSparkTraining = Field(default_factory=DSparkTraining)
 
 
+def serving_caveats(config: DSparkConfig) -> list[str]:
+    """What vLLM 0.32 reads differently in a DSpark configuration."""
+    if config.markov_rank and config.markov_head_type != "vanilla":
+        return [f"markov_head_type = {config.markov_head_type!r}: it is read as 'vanilla', so later draft tokens are rejected"]
+    return []
+
+
+# vLLM 0.26 serves DSpark too, but does not read sample_from_anchor in files of this format.
 @register_algorithm(
     "dspark",
-    serving=VllmServing(method="dspark", architecture="DSparkDraftModel", runners=("V2",)),
+    serving=VllmServing(
+        method="dspark", architecture="DSparkDraftModel", runners=("V2",), minimum_version="0.32.0", caveats=serving_caveats
+    ),
 )
 class DSpark(DFlash):
     """DFlash plus a sequential correction head and a confidence head."""
 
     config_class = DSparkConfig
     options_class = DSparkOptions
+    warm_start_from = ("dflash",)
     config: DSparkConfig
 
     def __init__(self, config: DSparkConfig) -> None:

@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor
 
 from speculators.algorithms.anchors import Anchors, Supervision
-from speculators.algorithms.input_fusion import InputFusion, InputFusionConfig, InputFusionOptions, InputFusionState
+from speculators.algorithms.input_fusion import InputFusion, InputFusionConfig, InputFusionOptions, InputFusionState, fusion_caveats
 from speculators.algorithms.objective import Objective, block_loss
 from speculators.decoding.proposal import DraftSampler, Proposal
 from speculators.kernels.block_attention import block_attention
@@ -57,7 +57,12 @@ class Eagle3Options(InputFusionOptions):
     training: Eagle3Training = Field(default_factory=Eagle3Training)
 
 
-@register_algorithm("eagle3", serving=VllmServing(method="eagle3", architecture="Eagle3DraftModel", runners=("V1", "V2")))
+@register_algorithm(
+    "eagle3",
+    serving=VllmServing(
+        method="eagle3", architecture="Eagle3DraftModel", runners=("V1", "V2"), minimum_version="0.26.0", caveats=fusion_caveats
+    ),
+)
 class Eagle3(InputFusion):
     """Autoregressive baseline: K passes for K tokens, each conditioned on the last one's output."""
 

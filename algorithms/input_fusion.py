@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from speculators.algorithms.anchors import Anchors
 from speculators.algorithms.layers import DecoderLayer, DraftState, RMSNorm, RotaryEmbedding, initialise
 from speculators.algorithms.options import DrafterOptions, common_config, taps_for
+from speculators.algorithms.warm_start import continued_config
 from speculators.config import SpeculatorConfig
 from speculators.decoding.proposal import Observation
 from speculators.errors import ConfigError
@@ -47,12 +48,22 @@ class InputFusionConfig(SpeculatorConfig):
 
 
 class InputFusionOptions(DrafterOptions):
-    """Options of EAGLE-3 and P-EAGLE."""
+    """Options of EAGLE-3 and P-EAGLE. Both draft any number of tokens with the same weights."""
+
+    adjustable = {"num_draft_tokens": "speculators_config"}
 
     norm_before_residual: bool = False
     norm_before_fc: bool = True
     fc_norm: bool = False
     norm_output: bool = False
+
+
+def fusion_caveats(config: InputFusionConfig) -> list[str]:
+    """What vLLM 0.32 reads differently in a configuration of this family: its Llama class takes fc for three taps wide."""
+    taps, nested = len(config.tapped_layers), getattr(config.layers, "num_aux_hidden_states", None)
+    if config.layers.model_type == "llama" and taps != (nested or 3):
+        return [f"{taps} taps need transformer_layer_config.num_aux_hidden_states = {taps}, or the first request fails; save it again"]
+    return []
 
 
 @dataclass
@@ -112,6 +123,11 @@ class InputFusion(Speculator):
         """See `Speculator.default_config`; the options are those of `options_class`."""
         chosen = cls.options_class.parse(cls.method, options)
         return cls.config_class.parse(cls._config_fields(verifier, chosen), f"{cls.method} options")
+
+    @classmethod
+    def continued_config(cls, source: SpeculatorConfig, verifier: VerifierWeights, **options: Any) -> SpeculatorConfig:
+        """See `Speculator.continued_config`."""
+        return continued_config(cls, cls.options_class, source, verifier, options)
 
     @classmethod
     def _config_fields(cls, verifier: VerifierWeights, options: Any) -> dict[str, Any]:

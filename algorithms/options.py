@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from speculators.config import LayerConfig, ProposalConfig, ProposalMethod, VerifierReference
+from speculators.config import LayerConfig, ProposalConfig, ProposalMethod, SpeculatorConfig, VerifierReference
 from speculators.errors import ConfigError
 from speculators.speculator import VerifierWeights
 
@@ -22,9 +22,14 @@ class DrafterOptions(BaseModel):
         mask_token_id: id fed to MASK slots; None picks a token the verifier never learned.
         draft_vocab_size: tokens the drafter can propose; None takes the whole vocabulary.
         sliding_window: tokens of context each layer sees; None sees all.
+
+    Class attributes:
+        adjustable: options on which no trained weight depends, with the key of config.json each one sets; a drafter that
+            starts from another's weights may change them.
     """
 
     model_config = ConfigDict(extra="forbid")
+    adjustable: ClassVar[dict[str, str]] = {}
 
     num_draft_tokens: int = Field(7, ge=1)
     num_layers: int = Field(1, ge=1)
@@ -49,6 +54,21 @@ class DrafterOptions(BaseModel):
             if first["type"] == "extra_forbidden":
                 raise ConfigError(f"{method} has no option {key!r}; it takes {', '.join(cls.model_fields)}") from None
             raise ConfigError(f"{method} option {key} = {first['input']!r}: {first['msg']}") from None
+
+    @classmethod
+    def stored_in(cls, config: SpeculatorConfig) -> dict[str, Any]:
+        """The options that would give this configuration, as far as it holds them; it may be another method's."""
+        layers = config.layers
+        stored = {
+            "num_draft_tokens": config.max_draft_tokens if "block_size" in type(config).model_fields else config.num_draft_tokens,
+            "num_layers": layers.num_hidden_layers,
+            "intermediate_size": layers.intermediate_size,
+            "aux_hidden_state_layer_ids": config.tapped_layers,
+            "sliding_window": layers.window(0),
+        }
+        for name in cls.model_fields.keys() & type(config).model_fields.keys():
+            stored.setdefault(name, getattr(config, name))
+        return stored
 
 
 def default_taps(num_layers: int) -> list[int]:

@@ -13,9 +13,17 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from speculators.algorithms.anchors import Anchors, Supervision
-from speculators.algorithms.input_fusion import DepthZero, InputFusion, InputFusionConfig, InputFusionOptions, InputFusionState
+from speculators.algorithms.input_fusion import (
+    DepthZero,
+    InputFusion,
+    InputFusionConfig,
+    InputFusionOptions,
+    InputFusionState,
+    fusion_caveats,
+)
 from speculators.algorithms.objective import Objective, block_loss, on_device
 from speculators.algorithms.options import default_mask_token
+from speculators.config import SpeculatorConfig
 from speculators.decoding.proposal import DraftSampler, Proposal
 from speculators.kernels.block_attention import BlockAttentionMask, block_attention, block_attention_mask
 from speculators.registry import VllmServing, register_algorithm
@@ -60,9 +68,16 @@ class PEagleConfig(InputFusionConfig):
 class PEagleOptions(InputFusionOptions):
     """Options of P-EAGLE."""
 
+    adjustable = {**InputFusionOptions.adjustable, "train_embedding": "embed_requires_grad"}
+
     num_layers: int = Field(4, ge=1)
     train_embedding: bool = True
     training: PEagleTraining = Field(default_factory=PEagleTraining)
+
+    @classmethod
+    def stored_in(cls, config: SpeculatorConfig) -> dict[str, Any]:
+        """See `DrafterOptions.stored_in`."""
+        return {**super().stored_in(config), "train_embedding": getattr(config, "embed_requires_grad", False)}
 
 
 def depth_counts(positions: int, depths: int, keep_rate: float) -> list[int]:
@@ -111,15 +126,29 @@ def partition_chains(positions: list[list[int]], length: int, segments: int) -> 
     return assigned
 
 
+def serving_caveats(config: PEagleConfig) -> list[str]:
+    """What vLLM 0.32 reads differently in a P-EAGLE configuration: it loses the norm of every tap."""
+    lost = ["fc_norm = true: it is ignored for P-EAGLE, so the taps reach fc without their norms"] if config.fc_norm else []
+    return [*fusion_caveats(config), *lost]
+
+
 @register_algorithm(
     "peagle",
-    serving=VllmServing(method="eagle3", architecture="PEagleDraftModel", options={"parallel_drafting": True}, runners=("V1",)),
+    serving=VllmServing(
+        method="eagle3",
+        architecture="PEagleDraftModel",
+        options={"parallel_drafting": True},
+        runners=("V1",),
+        minimum_version="0.26.0",
+        caveats=serving_caveats,
+    ),
 )
 class PEagle(InputFusion):
     """Parallel EAGLE: mask-token slots with a shared learned hidden state, all K tokens from one pass."""
 
     config_class = PEagleConfig
     options_class = PEagleOptions
+    warm_start_from = ("eagle3",)
     config: PEagleConfig
 
     def __init__(self, config: PEagleConfig) -> None:

@@ -73,6 +73,8 @@ class LayerConfig(FormatModel):
                 # A dict per layer type: drafters have one rotary embedding, that of their sliding layers.
                 data["rope_parameters"] = rope["sliding_attention"]
             if not rope and "rope_theta" in data:
+                if not isinstance(data.get("rope_scaling") or {}, dict):
+                    raise ValueError(f"rope_scaling {data['rope_scaling']!r} must be an object or null")
                 scaling = dict(data.get("rope_scaling") or {})
                 scaling.setdefault("rope_type", scaling.pop("type", "default"))  # the oldest files say `type`
                 data["rope_parameters"] = {**scaling, "rope_theta": data["rope_theta"]}
@@ -88,6 +90,9 @@ class LayerConfig(FormatModel):
             )
         if "rope_theta" not in self.rope_parameters:
             raise ValueError("rope_parameters must hold rope_theta")
+        theta = self.rope_parameters["rope_theta"]
+        if isinstance(theta, bool) or not isinstance(theta, int | float) or theta <= 0:
+            raise ValueError(f"rope_theta {theta!r} must be a positive number")
         if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
             raise ValueError(f"layer_types has {len(self.layer_types)} entries for {self.num_hidden_layers} layers")
         return self

@@ -13,8 +13,10 @@ module whose import registers its algorithms.
 from __future__ import annotations
 
 import importlib
+import json
 import pkgutil
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -37,12 +39,31 @@ class VllmServing:
         options: further keys of the speculative config, e.g. `{"parallel_drafting": True}`.
         architecture: the name written into `architectures` of config.json.
         runners: vLLM model runners that can serve it, best first.
+        minimum_version: the oldest vLLM that is known to serve every configuration of it.
+        caveats: from a configuration, one sentence for everything in it that vLLM reads differently or not at all.
     """
 
     method: str | None
     architecture: str
     options: dict[str, Any] = field(default_factory=dict)
     runners: tuple[str, ...] = ("V1", "V2")
+    minimum_version: str | None = None
+    caveats: Callable[[Any], Sequence[str]] = lambda _: ()
+
+    def speculative_config(self, model: str, num_draft_tokens: int) -> dict[str, Any]:
+        """What `vllm serve --speculative-config` takes for a checkpoint of this algorithm.
+
+        Args:
+            model: folder or Hub name of the checkpoint.
+            num_draft_tokens: K.
+        """
+        return {"method": self.method, "model": model, "num_speculative_tokens": num_draft_tokens, **self.options}
+
+    def command(self, verifier: str, model: str, num_draft_tokens: int) -> str:
+        """The shell command that serves a verifier with a checkpoint of this algorithm; arguments as `speculative_config`."""
+        settings = json.dumps(self.speculative_config(model, num_draft_tokens))
+        runner = "" if "V1" in self.runners else "VLLM_USE_V2_MODEL_RUNNER=1 "
+        return f"{runner}vllm serve {shlex.quote(verifier)} --speculative-config {shlex.quote(settings)}"
 
 
 @dataclass(frozen=True)

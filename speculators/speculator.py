@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from speculators.config import SpeculatorConfig
 from speculators.decoding.proposal import DraftSampler, Observation, Proposal
-from speculators.errors import PairingError
+from speculators.errors import ConfigError, PairingError
 from speculators.registry import VllmServing
 from speculators.training.batch import LossOutput, TrainingBatch
 
@@ -82,12 +82,14 @@ class Speculator(nn.Module, ABC):
         stored_verifier_tensors: verifier tensors that the full on-disk form repeats for engines that want
             them in the file: a subset of {"embed_tokens.weight", "lm_head.weight"}. The compact form leaves
             them out.
+        warm_start_from: methods, beside its own, whose drafters it can start its training from.
     """
 
     config_class: ClassVar[type[SpeculatorConfig]]
     method: ClassVar[str]
     serving: ClassVar[VllmServing]
     stored_verifier_tensors: ClassVar[tuple[str, ...]] = ()
+    warm_start_from: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: SpeculatorConfig) -> None:
         super().__init__()
@@ -117,6 +119,23 @@ class Speculator(nn.Module, ABC):
         speculator.attach(verifier)
         return speculator
 
+    @classmethod
+    def continued_config(cls, source: SpeculatorConfig, verifier: VerifierWeights, **options: Any) -> SpeculatorConfig:
+        """The configuration of a drafter that starts from the weights of another one.
+
+        Args:
+            source: that of the other drafter, of this method or one of `warm_start_from`. What its weights depend on
+                (taps, draft vocabulary, anchor rule, shape) stays.
+            verifier: the verifier of both.
+            options: as for `default_config`; here, unless a subclass says otherwise, none.
+
+        Raises:
+            ConfigError: an option is unknown, out of range, or contradicts the other drafter; the message names both values.
+        """
+        if options:
+            raise ConfigError(f"options {sorted(options)} cannot change a drafter that training starts from; leave them out")
+        return source
+
     @staticmethod
     def from_pretrained(path_or_repo: str | Path, verifier: VerifierWeights | None = None, **options: Any) -> Speculator:
         """Load a checkpoint of any registered algorithm; see `speculators.checkpoint.load`."""
@@ -129,6 +148,12 @@ class Speculator(nn.Module, ABC):
         from speculators.checkpoint import save
 
         save(self, path, form=form, **options)
+
+    def push_to_hub(self, repo_id: str, *, private: bool = False, revision: str | None = None, **options: Any) -> str:
+        """Upload a checkpoint to the Hub and return its address; see `speculators.checkpoint.push_to_hub`."""
+        from speculators.checkpoint import push_to_hub
+
+        return push_to_hub(self, repo_id, private=private, revision=revision, **options)
 
     def attach(self, verifier: VerifierWeights) -> None:
         """Borrow the verifier's embedding, head and final norm.

@@ -19,8 +19,8 @@ SERVING = VllmServing(method=None, architecture="Toy")
 
 @pytest.fixture(autouse=True)
 def restore_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test works on a copy of the full registry."""
-    monkeypatch.setattr(registry, "_ALGORITHMS", dict(algorithms()))
+    """Each test works on a copy of the registry, without what other test modules registered."""
+    monkeypatch.setattr(registry, "_ALGORITHMS", {name: algorithms()[name] for name in BUILT_IN})
 
 
 def toy_class(name: str = "Toy", module: str = __name__) -> type[Speculator]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -204,10 +203,10 @@ def _loading(card: ModelCard, speculator: Speculator, trained_for: str, base_mod
     serving = get_algorithm(speculator.method).serving
     if serving.method is None:
         return f"## Use\n\n{python}\n\nvLLM has no drafter of its own for this method."
-    settings = {"method": serving.method, "model": checkpoint, "num_speculative_tokens": speculator.default_draft_tokens, **serving.options}
-    runner = "" if "V1" in serving.runners else "VLLM_USE_V2_MODEL_RUNNER=1 "
-    command = f"{runner}vllm serve {shlex.quote(base_model)} --speculative-config {shlex.quote(json.dumps(settings))}"
-    return f"## Use\n\n{python}\n\n```bash\n{command}\n```"
+    command = serving.command(base_model, checkpoint, speculator.default_draft_tokens)
+    needs = f"{serving.minimum_version} or later, model runner {' or '.join(serving.runners)}" if serving.minimum_version else ""
+    text = f"## Use\n\n{python}\n\n```bash\n{command}\n```"
+    return f"{text}\n\nThis needs vLLM {needs}." if needs else text
 
 
 def _files(weights_sha256: Mapping[str, str]) -> str:

@@ -37,9 +37,9 @@ STORED_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32"
 EXTRA_KEY = "unified_speculators"  # our own keys of config.json; readers of the format tolerate unknown ones
 _HASH_KEY = "verifier_embedding_sha256"
 # Keys that only one of the two layer families (Llama, Qwen3) has: written only when something set them.
-_FAMILY_KEYS = ("mlp_bias", "layer_types", "sliding_window", "use_sliding_window")
+FAMILY_KEYS = ("mlp_bias", "layer_types", "sliding_window", "use_sliding_window")
 # What a drafter must not inherit from its verifier's config: its own weights are plain, and it runs no remote code.
-_FOREIGN_KEYS = ("quantization_config", "auto_map", "_name_or_path")
+FOREIGN_KEYS = ("quantization_config", "auto_map", "_name_or_path")
 
 
 # -- saving ----------------------------------------------------------------------------------------------------
@@ -85,13 +85,13 @@ def save(
     else:
         chosen = full_form(speculator, own)
     tensors = {name: own[name] if name in own else _stored(tensor, STORED_DTYPES[dtype]) for name, tensor in chosen.items()}
-    data = _config_to_write(speculator, dtype, embedding_hash)
+    data = config_to_write(speculator, dtype, embedding_hash)
     config = _parse(type(speculator).config_class, data, folder / CONFIG_FILE)
     verifier = speculator.verifier if speculator.is_attached else None
     validate(config, tensors, verifier, folder=folder, optional=SHARED_NAMES if form == "compact" else ())
     with staged_folder(folder) as staged:
         write_tensors(staged, tensors, max_shard_bytes)
-        if card is not None or _may_write_card(folder / CARD_FILE):
+        if card is not None or may_write_card(folder / CARD_FILE):
             text = render_card(card or ModelCard(), speculator, form, weights_sha256(staged), dtype)
             (staged / CARD_FILE).write_text(text, encoding="utf-8")
         write_json(staged / CONFIG_FILE, data)
@@ -103,11 +103,12 @@ def _stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.detach().to(device="cpu", dtype=kind, copy=True).contiguous()
 
 
-def _may_write_card(file: Path) -> bool:
+def may_write_card(file: Path) -> bool:
+    """Whether a card may be written there: not over one that somebody else wrote."""
     return not file.is_file() or MARKER in file.read_text(encoding="utf-8", errors="replace")
 
 
-def _config_to_write(speculator: Speculator, dtype: str, embedding_hash: str | None) -> dict[str, Any]:
+def config_to_write(speculator: Speculator, dtype: str, embedding_hash: str | None) -> dict[str, Any]:
     """The content of `config.json`.
 
     Raises:
@@ -118,7 +119,7 @@ def _config_to_write(speculator: Speculator, dtype: str, embedding_hash: str | N
     for name in type(config).model_fields.keys() - config.model_fields_set:
         value = getattr(config, name)
         if value is None or isinstance(value, BaseModel):
-            del data[name]  # nothing was said: a file from elsewhere must not come to claim how it was trained
+            data.pop(name, None)  # nothing was said: a file from elsewhere must not come to claim how it was trained
     data["architectures"] = [get_algorithm(speculator.method).serving.architecture]
     data["speculators_version"] = FORMAT_VERSION
     data["transformers_version"] = version("transformers")
@@ -126,9 +127,9 @@ def _config_to_write(speculator: Speculator, dtype: str, embedding_hash: str | N
     if "torch_dtype" in data:  # the older spelling, in files that came with it
         data["torch_dtype"] = dtype
     layers, set_by_source = (data["transformer_layer_config"], config.layers.model_fields_set)
-    for key in (*_FOREIGN_KEYS, *(key for key in _FAMILY_KEYS if key not in set_by_source)):
+    for key in (*FOREIGN_KEYS, *(key for key in FAMILY_KEYS if key not in set_by_source)):
         layers.pop(key, None)
-    _write_both_rope_spellings(layers)
+    write_both_rope_spellings(layers)
     reference = data["speculators_config"]["verifier"]
     if reference["name_or_path"] is None:
         if not speculator.is_attached:
@@ -145,7 +146,7 @@ def _config_to_write(speculator: Speculator, dtype: str, embedding_hash: str | N
     return data
 
 
-def _write_both_rope_spellings(layers: dict[str, Any]) -> None:
+def write_both_rope_spellings(layers: dict[str, Any]) -> None:
     """transformers 5 reads `rope_parameters`; engines on transformers 4 read `rope_theta` and `rope_scaling`.
 
     With only the new spelling, old readers lose YaRN without a word and acceptance collapses beyond the original context.
@@ -169,7 +170,7 @@ def read_config(path_or_repo: str | Path, *, revision: str | None = None) -> Spe
         CheckpointError: see `load`.
     """
     folder = resolve(path_or_repo, revision)
-    return _read_config(folder)
+    return read_config_folder(folder)
 
 
 def load(
@@ -202,9 +203,9 @@ def load(
         PairingError: the checkpoint and the verifier do not belong together.
     """
     folder = resolve(path_or_repo, revision)
-    config = _read_config(folder, verifier)
+    config = read_config_folder(folder, verifier)
     stored = read_tensors(folder)
-    embedding_hash = _compact_hash(config, folder / CONFIG_FILE)
+    embedding_hash = compact_hash(config, folder / CONFIG_FILE)
     made_for = config.speculators_config.verifier.name_or_path
     if embedding_hash is not None and verifier is None:
         raise CheckpointError(
@@ -231,7 +232,12 @@ def load(
     return speculator.eval()
 
 
-def _read_config(folder: Path, verifier: VerifierWeights | None = None) -> SpeculatorConfig:
+def read_config_folder(folder: Path, verifier: VerifierWeights | None = None) -> SpeculatorConfig:
+    """The valid configuration of a folder; with a verifier, the format's default taps stand in for missing ones.
+
+    Raises:
+        CheckpointError: see `load`.
+    """
     file = folder / CONFIG_FILE
     data = read_json(file)
     method = data.get("speculators_model_type")
@@ -266,7 +272,7 @@ def _default_taps(num_layers: int, key: str, file: Path) -> list[int]:
     return taps
 
 
-def _compact_hash(config: SpeculatorConfig, file: Path) -> str | None:
+def compact_hash(config: SpeculatorConfig, file: Path) -> str | None:
     """The recorded sha256 of the verifier's embedding; None for the full form."""
     extra = getattr(config, EXTRA_KEY, None)
     if not isinstance(extra, dict) or extra.get("form", "full") == "full":

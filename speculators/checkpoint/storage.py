@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download, split_torch_state_dict_into_shards
+from huggingface_hub import constants, snapshot_download, split_torch_state_dict_into_shards
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -73,6 +73,8 @@ def resolve(path_or_repo: str | Path, revision: str | None = None) -> Path:
         reason = "the Hub has no such repository, or it is private"
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError):
         reason = "the Hub cannot be reached and its cache holds no copy"
+        if constants.HF_HUB_OFFLINE:
+            reason = "HF_HUB_OFFLINE is set and the Hub's cache holds no copy of this revision: unset it once to download"
     except HFValidationError:
         reason = "it is not a valid Hub repository name either"
     raise CheckpointError(

@@ -5,8 +5,9 @@ vLLM catches little of this: a missing tensor loads there in silence and no draf
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from speculators.registry import get_algorithm
 from speculators.speculator import Speculator, VerifierWeights
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_MAPPING = ("t2d", "d2t")
 _AGAIN = "save or download the checkpoint again"
 
 
@@ -59,23 +61,64 @@ def validate(
     Raises:
         CheckpointError: `file: key = value: rule; remedy` for the first offence.
     """
-    check_mask_token(config, verifier, folder / CONFIG_FILE)
-    check_rope_spellings(config, folder / CONFIG_FILE)
-    files = files or {}
+    for offence in offences(config, tensors, verifier, folder=folder, files=files, main_file=main_file, optional=optional):
+        raise offence
+
+
+def offences(
+    config: SpeculatorConfig,
+    tensors: Mapping[str, Tensor],
+    verifier: VerifierWeights | None = None,
+    *,
+    folder: Path,
+    files: Mapping[str, Path] | None = None,
+    main_file: Path | None = None,
+    optional: tuple[str, ...] = (),
+) -> Iterator[CheckpointError]:
+    """Every rule of `validate` that is broken, each checked only when the one before it has been asked for.
+
+    What follows from an earlier offence (the shape of a tensor that is not expected at all) is not named again.
+    """
+    config_file, files = folder / CONFIG_FILE, files or {}
     default_file = main_file or folder / WEIGHTS_FILE
-    expected = dict(skeleton(config, folder / CONFIG_FILE).state_dict())
-    check_fusion_width(config, tensors, files.get("fc.weight", default_file))
-    check_names(config, tensors, expected, files, default_file, optional)
+    yield from _caught(check_mask_token, config, verifier, config_file)
+    yield from _caught(check_rope_spellings, config, config_file)
+    try:
+        expected = dict(skeleton(config, config_file).state_dict())
+    except CheckpointError as error:
+        yield error
+        return
+    named = set()
+    for offence in _caught(check_fusion_width, config, tensors, files.get("fc.weight", default_file)):
+        named.add("fc.weight")
+        yield offence
+    yield from _caught(check_names, config, tensors, expected, files, default_file, optional)
     allowed = expected | {name: _shared_tensor(config, name) for name in SHARED_NAMES if name not in expected}
-    mapping = [name for name in ("t2d", "d2t") if name in tensors]
+    present = [name for name in tensors if name in allowed and name not in named]
+    mapping = [name for name in _MAPPING if name in present]
+    shapes_fit = True
     for name in mapping:  # first, because a wrong mapping explains a head of the wrong size
-        check_tensor(name, tensors[name], allowed[name], files.get(name, default_file))
-    if mapping:
-        file = files.get("d2t", default_file)
-        t2d = tensors["t2d"] if "t2d" in tensors else derive_t2d(config, tensors["d2t"], file)
-        check_vocabulary_mapping(t2d, tensors["d2t"], config.draft_vocab_size, file)
-    for name, tensor in tensors.items():
-        check_tensor(name, tensor, allowed[name], files.get(name, default_file))
+        for offence in _caught(check_tensor, name, tensors[name], allowed[name], files.get(name, default_file)):
+            shapes_fit = False
+            yield offence
+    if "d2t" in mapping and shapes_fit:
+        yield from _caught(_check_mapping, config, tensors, files.get("d2t", default_file))
+    for name in present:
+        if name not in mapping:
+            yield from _caught(check_tensor, name, tensors[name], allowed[name], files.get(name, default_file))
+
+
+def _check_mapping(config: SpeculatorConfig, tensors: Mapping[str, Tensor], file: Path) -> None:
+    t2d = tensors["t2d"] if "t2d" in tensors else derive_t2d(config, tensors["d2t"], file)
+    check_vocabulary_mapping(t2d, tensors["d2t"], config.draft_vocab_size, file)
+
+
+def _caught(check: Callable[..., None], *arguments: Any) -> list[CheckpointError]:
+    try:
+        check(*arguments)
+    except CheckpointError as error:
+        return [error]
+    return []
 
 
 def _shared_tensor(config: SpeculatorConfig, name: str) -> Tensor:

@@ -76,7 +76,7 @@ def train(
     data: Annotated[Path, typer.Option(help="Folder written by `speculators data synthesize`.")],
     verifier: VerifierOption = DEFAULT_VERIFIER,
     held_out: Annotated[float, typer.Option(help="Share of the conversations kept for evaluation.")] = 0.02,
-    init_from: Annotated[str | None, typer.Option(help="Checkpoint of the same method to start from.")] = None,
+    init_from: Annotated[str | None, typer.Option(help="Checkpoint to start from: same method, or one it can grow out of.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --output.")] = False,
     dtype: DtypeOption = "auto",
     device: DeviceOption = None,

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from speculators.checkpoint.shared import SHARED_NAMES, verifier_tensor
+from speculators.checkpoint.validation import skeleton
+from speculators.config import SpeculatorConfig
 from speculators.data.rows import PackedRows
 from speculators.errors import ConfigError
 from speculators.registry import get_algorithm
@@ -15,36 +19,76 @@ from speculators.training.config import TrainingConfig
 from speculators.verifier import Verifier
 
 
-def build_speculator(config: TrainingConfig, verifier: Verifier, rows: PackedRows, init_from: Speculator | str | Path | None) -> Speculator:
+def build_speculator(
+    config: TrainingConfig,
+    verifier: Verifier,
+    rows: PackedRows,
+    init_from: Speculator | str | Path | None,
+    resumed: SpeculatorConfig | None = None,
+) -> Speculator:
     """A new drafter, or one that starts from the weights of another; float32, on the verifier's device, attached to it.
 
     Args:
         config: names the method; its seed draws the initial weights.
         verifier: the verifier.
         rows: a reduced draft vocabulary takes the tokens that their replies use most.
-        init_from: a speculator (copied, not changed) or a checkpoint. Its own settings and draft vocabulary stay.
+        init_from: a speculator (copied, not changed) or a checkpoint, of this method or one that this method can start from.
+            Taps, draft vocabulary, anchor rule and shape are those of `init_from`; weights it does not have are new.
+        resumed: the configuration of a run whose weights are about to be loaded; it then comes before everything else.
 
     Raises:
-        ConfigError: the method is unknown, an option does not fit, or `init_from` is of another method or comes with options.
+        ConfigError: the method is unknown, an option does not fit or contradicts `init_from`, or that is of a method which
+            this one cannot start from.
         CheckpointError: the checkpoint cannot be read.
         PairingError: it was made for another verifier.
     """
     speculator_class = get_algorithm(config.method).speculator_class
-    if init_from is None:
-        torch.manual_seed(config.seed)
-        speculator: Speculator = speculator_class.from_verifier(verifier.weights, **config.options)
+    torch.manual_seed(config.seed)
+    speculator: Speculator
+    if resumed is not None:
+        speculator = speculator_class(resumed)
+        speculator.attach(verifier.weights)
+    elif init_from is None:
+        speculator = speculator_class.from_verifier(verifier.weights, **config.options)
         if speculator.has_reduced_vocabulary:
             speculator.set_draft_vocabulary(most_frequent_tokens(rows, speculator.config.draft_vocab_size, verifier.vocab_size))
     else:
-        if config.options:
-            raise ConfigError(f"options {sorted(config.options)} cannot change a drafter that training starts from; leave them out")
-        given = init_from if isinstance(init_from, Speculator) else Speculator.from_pretrained(init_from, verifier.weights)
-        if given.method != config.method:
-            raise ConfigError(f"training {config.method} cannot start from a {given.method} drafter; set method to {given.method!r}")
-        speculator = speculator_class(given.config)
-        speculator.load_state_dict(given.state_dict())
-        speculator.attach(verifier.weights)
+        given = init_from
+        if not isinstance(given, Speculator):
+            given = Speculator.from_pretrained(given, verifier.weights, dtype=torch.float32)
+        speculator = warm_start(speculator_class, given, verifier, config.options)
     return speculator.to(device=verifier.device, dtype=torch.float32).train()
+
+
+def warm_start(speculator_class: type[Speculator], given: Speculator, verifier: Verifier, options: dict[str, Any]) -> Speculator:
+    """A drafter with the weights of another one; what that one does not have is newly initialised, or the verifier's.
+
+    Raises:
+        ConfigError: see `build_speculator`.
+        PairingError: `given` was made for another verifier.
+    """
+    method, possible = speculator_class.method, (speculator_class.method, *speculator_class.warm_start_from)
+    if given.method not in possible:
+        raise ConfigError(
+            f"training {method} cannot start from a {given.method} drafter, only from {' or '.join(possible)};"
+            f" set method to {given.method!r}"
+        )
+    Speculator.attach(skeleton(given.config), verifier.weights)  # the pair first: a wrong verifier explains more than an option
+    speculator = speculator_class(speculator_class.continued_config(given.config, verifier.weights, **options))
+    weights, expected = given.state_dict(), speculator.state_dict()
+    lost = sorted(weights.keys() - expected.keys())
+    if lost:
+        raise ConfigError(
+            f"options {sorted(options)} leave {lost[0]} of the {given.method} drafter that training starts from without a place;"
+            " leave out the option that does so"
+        )
+    for name in SHARED_NAMES:
+        if name in expected and name not in weights:  # a table that only the new drafter trains: it starts from the verifier's
+            weights[name] = verifier_tensor(name, verifier.weights, weights.get("t2d"))
+    speculator.load_state_dict(weights, strict=False)
+    speculator.unchecked_shared_tensors = dict(given.unchecked_shared_tensors)
+    speculator.attach(verifier.weights)
+    return speculator
 
 
 def most_frequent_tokens(rows: PackedRows, count: int, vocab_size: int) -> Tensor:

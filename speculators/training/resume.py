@@ -18,8 +18,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from speculators.config import SpeculatorConfig
 from speculators.data.rows import PackedRows
 from speculators.errors import CheckpointError, ConfigError
+from speculators.registry import get_algorithm
 from speculators.speculator import Speculator
 from speculators.training.config import TrainingConfig
 from speculators.training.optimizer import DrafterOptimizer
@@ -72,7 +74,7 @@ def save_state(folder: Path, speculator: Speculator, optimizer: DrafterOptimizer
     handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{STATE_FILE}.")
     os.close(handle)
     try:
-        save_file(owned, temporary, metadata={"point": json.dumps(asdict(point))})
+        save_file(owned, temporary, metadata={"point": json.dumps(asdict(point)), "speculator": speculator.config.model_dump_json()})
         with open(temporary, "rb") as stream:
             os.fsync(stream.fileno())
         os.chmod(temporary, 0o644)
@@ -80,6 +82,21 @@ def save_state(folder: Path, speculator: Speculator, optimizer: DrafterOptimizer
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def stored_config(folder: Path, method: str) -> SpeculatorConfig | None:
+    """Configuration of the speculator whose state lies in a folder; None where `load_state` will refuse the state.
+
+    It need not follow from the run's options: a run that started from another drafter has that one's taps and shape.
+    """
+    try:
+        with safe_open(folder / STATE_FILE, framework="pt") as stream:
+            data = json.loads((stream.metadata() or {}).get("speculator", "null"))
+    except (SafetensorError, OSError, ValueError):
+        return None
+    if data is None or data.get("speculators_model_type") != method:
+        return None
+    return get_algorithm(method).speculator_class.config_class.parse(data, str(folder / STATE_FILE))
 
 
 def load_state(folder: Path, speculator: Speculator, optimizer: DrafterOptimizer, config: TrainingConfig, rows: PackedRows) -> ResumePoint:

@@ -27,7 +27,7 @@ from speculators.training.graph import Capture
 from speculators.training.meters import Reading, estimated_acceptance_length
 from speculators.training.optimizer import DrafterOptimizer
 from speculators.training.order import EpochOrder
-from speculators.training.resume import STATE_FILE, ResumePoint, essential_settings, fingerprint, load_state, save_state
+from speculators.training.resume import STATE_FILE, ResumePoint, essential_settings, fingerprint, load_state, save_state, stored_config
 from speculators.training.schedule import Progress, learning_rate_factor
 from speculators.training.source import HiddenStateSource, hidden_state_source
 from speculators.training.step import TrainingStep, training_dtype
@@ -113,7 +113,8 @@ class Trainer:
         resuming = self._prepare_output(resume)
         self._fingerprint = fingerprint(rows)
         self._verifier = verifier
-        self.speculator = build_speculator(config, verifier, rows, None if resuming else init_from)
+        resumed = None if resuming is None else stored_config(resuming, config.method)
+        self.speculator = build_speculator(config, verifier, rows, None if resuming else init_from, resumed)
         optimizer = DrafterOptimizer(self.speculator, config)
         self._optimizer = optimizer
         start = ResumePoint(0, 0.0, 0.0, essential_settings(config), self._fingerprint)
