@@ -7,12 +7,15 @@ they may see (see `speculators.kernels.block_attention`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from speculators.config import LayerConfig
@@ -42,25 +45,36 @@ class RotaryEmbedding:
     """Rotary position embedding of a layer config; keeps its frequencies in float32 whatever the module's dtype.
 
     Raises:
-        ConfigError: the rope type depends on the sequence length (`dynamic`, `longrope`); drafters use one rotation.
+        ConfigError: the rope type is unknown or depends on the sequence length (`dynamic`, `longrope`), since drafters use
+            one rotation; or its settings are missing or give no finite rotation.
     """
 
     def __init__(self, config: LayerConfig) -> None:
         rope = dict(config.rope_parameters)
         rope.setdefault("rope_type", rope.pop("type", "default"))
-        if rope["rope_type"] in {"dynamic", "longrope"}:
+        known = rope["rope_type"] in ["default", *ROPE_INIT_FUNCTIONS]
+        if not known or rope["rope_type"] in {"dynamic", "longrope"}:
+            why = "changes with the sequence length" if known else "is unknown"
             raise ConfigError(
-                f"rope_parameters.rope_type = {rope['rope_type']!r} changes with the sequence length;"
+                f"rope_parameters.rope_type = {rope['rope_type']!r} {why};"
                 " drafters take default, linear, llama3 or yarn: set rope_parameters for the drafter"
             )
-        shape = LlamaConfig(
-            hidden_size=config.hidden_size,
-            num_attention_heads=config.num_attention_heads,
-            head_dim=config.head_dim,
-            max_position_embeddings=config.max_position_embeddings,
-            rope_parameters=rope,
-        )
-        table = LlamaRotaryEmbedding(shape)
+        try:
+            shape = LlamaConfig(
+                hidden_size=config.hidden_size,
+                num_attention_heads=config.num_attention_heads,
+                head_dim=config.head_dim,
+                max_position_embeddings=config.max_position_embeddings,
+                rope_parameters=rope,
+            )
+            with torch.device("cpu"):  # values, also while a skeleton is built on the meta device
+                table = LlamaRotaryEmbedding(shape)
+            finite = bool(torch.isfinite(table.inv_freq).all()) and math.isfinite(table.attention_scaling)
+        except (KeyError, TypeError, ValueError, ArithmeticError, StrictDataclassError) as error:
+            reason = " ".join(str(error.args[0] if error.args else error).split())
+            raise ConfigError(f"rope_parameters = {rope} cannot be used ({reason}); correct them") from None
+        if not finite:
+            raise ConfigError(f"rope_parameters = {rope} give no finite rotation; correct them")
         self._frequencies: dict[torch.device, Tensor] = {torch.device("cpu"): table.inv_freq.detach().float()}
         self._scaling = float(table.attention_scaling)
 

@@ -6,6 +6,7 @@ we save. Unknown keys survive a round trip; `auto_map` (a leftover of remote cod
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -13,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from speculators.errors import ConfigError
 
 FORMAT_VERSION = "0.9.0"
+FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 
 
 class FormatModel(BaseModel):
@@ -31,9 +33,12 @@ class FormatModel(BaseModel):
             return cls.model_validate(data)
         except ValidationError as error:
             first = error.errors()[0]
-            key = ".".join(str(part) for part in first["loc"]) or cls.__name__
-            value = "" if first["type"] == "missing" else f" = {first['input']!r}"
-            raise ConfigError(f"{where}: {key}{value}: {first['msg'].removeprefix('Value error, ')}") from None
+            key = ".".join(str(part) for part in first["loc"])
+            # A rule between several keys names them and their values itself; its input would be the whole file.
+            between_keys = first["type"] == "value_error" and isinstance(first["input"], dict)
+            value = "" if first["type"] == "missing" or between_keys else f" = {first['input']!r}"
+            place = f"{key}{value}: " if key or value else ""
+            raise ConfigError(f"{where}: {place}{first['msg'].removeprefix('Value error, ')}") from None
 
 
 class LayerConfig(FormatModel):
@@ -51,7 +56,7 @@ class LayerConfig(FormatModel):
     num_key_value_heads: int = Field(ge=1)
     head_dim: int = Field(ge=2)
     hidden_act: str = "silu"
-    rms_norm_eps: float = Field(1e-6, gt=0)
+    rms_norm_eps: float = Field(1e-6, gt=0, allow_inf_nan=False)
     max_position_embeddings: int = Field(32768, ge=1)
     rope_parameters: dict[str, Any]
     attention_bias: bool = False
@@ -91,15 +96,21 @@ class LayerConfig(FormatModel):
         if "rope_theta" not in self.rope_parameters:
             raise ValueError("rope_parameters must hold rope_theta")
         theta = self.rope_parameters["rope_theta"]
-        if isinstance(theta, bool) or not isinstance(theta, int | float) or theta <= 0:
+        if isinstance(theta, bool) or not isinstance(theta, int | float) or not 0 < theta < math.inf:
             raise ValueError(f"rope_theta {theta!r} must be a positive number")
         if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
             raise ValueError(f"layer_types has {len(self.layer_types)} entries for {self.num_hidden_layers} layers")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim} must be even: rotary position embedding turns pairs of channels")
+        if unknown := sorted(set(self.layer_types or ()) - {FULL_ATTENTION, SLIDING_ATTENTION}):
+            raise ValueError(f"layer_types holds {unknown[0]!r}; drafter layers know {FULL_ATTENTION!r} and {SLIDING_ATTENTION!r}")
+        if SLIDING_ATTENTION in (self.layer_types or ()) and (self.sliding_window is None or self.sliding_window < 1):
+            raise ValueError(f"sliding_window {self.sliding_window} must be at least 1, since layer_types holds {SLIDING_ATTENTION!r}")
         return self
 
     def window(self, layer: int) -> int | None:
         """Sliding window of one layer in tokens, or None for full attention."""
-        sliding = self.layer_types is not None and self.layer_types[layer] == "sliding_attention"
+        sliding = self.layer_types is not None and self.layer_types[layer] == SLIDING_ATTENTION
         return self.sliding_window if sliding else None
 
 

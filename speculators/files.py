@@ -13,22 +13,52 @@ def check_writable(path: Path) -> None:
     """Refuse an output path before any work is done for it.
 
     Raises:
-        DataError: its folder does not exist, or the path is a folder.
+        DataError: its folder does not exist or must not be written to, or the path is a folder.
     """
     if not path.absolute().parent.is_dir():
         raise DataError(f"cannot write {path}: the folder {path.absolute().parent} does not exist; create it first")
     if path.is_dir():
         raise DataError(f"cannot write {path}: it is a folder; name a file")
+    if not os.access(path.absolute().parent, os.W_OK | os.X_OK):
+        raise DataError(f"cannot write {path}: no permission to write in {path.absolute().parent}; name another file")
+
+
+def check_output_folder(path: Path) -> None:
+    """Refuse an output folder before any work is done for it. It may exist, and missing folders above it are no obstacle.
+
+    Raises:
+        DataError: what exists of the path ends in a file, or in a folder that must not be written to.
+    """
+    nearest = next(part for part in (path.absolute(), *path.absolute().parents) if part.exists())
+    if not nearest.is_dir():
+        raise DataError(f"cannot use the output folder {path}: {nearest} is a file; name another folder")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise DataError(f"cannot use the output folder {path}: no permission to write in {nearest}; name another folder")
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it, where they are missing.
+
+    Raises:
+        DataError: the file system refuses.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"cannot make the folder {path} ({error.strerror}); name another folder") from None
 
 
 def write_text_atomically(path: Path, text: str) -> None:
     """Write beside the target, then rename: a reader sees the old file or the new one, never half of it.
 
     Raises:
-        DataError: as `check_writable`.
+        DataError: as `check_writable`, or the file system refuses.
     """
     check_writable(path)
-    handle, temporary = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
+    except OSError as error:
+        raise DataError(f"cannot write {path} ({error.strerror}); name another file") from None
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
             stream.write(text)

@@ -12,6 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from speculators.attention import AttentionMasks
 from speculators.errors import CheckpointError, ConfigError
 
+WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
 
 def fast_dtype(device: torch.device | str) -> torch.dtype:
     """The dtype in which a device multiplies fastest: bfloat16 on CUDA and on CPUs that have instructions for it, else float32."""
@@ -45,10 +47,23 @@ def load_model(
         model, report = auto_model.from_pretrained(source, config=config, dtype=weights_dtype, output_loading_info=True, **remote)
         tokenizer = _load_tokenizer(source, remote)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise CheckpointError(f"cannot load the verifier {name!r}: {str(error).strip().splitlines()[0]}") from error
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise CheckpointError(f"cannot load the verifier {name!r}: {reason}; pass a complete folder or another Hub name") from error
     if missing := sorted(report["missing_keys"]):
         raise CheckpointError(f"the files of the verifier {name!r} lack {len(missing)} of its tensors, {missing[0]} first; fetch it again")
-    return model.to(device), tokenizer
+    model = model.to(device)
+    _refuse_damaged(model, name)
+    return model, tokenizer
+
+
+def _refuse_damaged(model: PreTrainedModel, name: str) -> None:
+    """A weight that is not finite makes every logit of the model NaN, and its greedy reply the token 0 or garbage."""
+    for key, parameter in model.named_parameters():
+        # The extremes and not isfinite(): one pass and no temporary of the weight's size. A NaN is both of them.
+        if parameter.numel() == 0 or parameter.dtype not in WEIGHT_DTYPES:
+            continue
+        if not all(bool(torch.isfinite(end)) for end in parameter.detach().aminmax()):
+            raise CheckpointError(f"the files of the verifier {name!r} hold values in {key} that are not finite; fetch them again")
 
 
 def _model_class(config: Any) -> Any:

@@ -280,7 +280,38 @@ BROKEN: dict[str, tuple[str, Callable[[Checkpoint], Any], list[str]]] = {
         lambda c: c.config(unified_speculators={"form": "tiny"}),
         ["unified_speculators.form = 'tiny'", "'full' and 'compact'"],
     ),
+    "odd head": ("dflash", lambda c: c.layers(head_dim=7), ["head_dim 7", "must be even"]),
+    "epsilon infinite": ("peagle", lambda c: c.layers(rms_norm_eps=float("inf")), ["rms_norm_eps = inf", "finite"]),
+    "unknown layer type": ("dflash", lambda c: _layer_types(c, "chunked"), ["layer_types holds 'chunked'", "'full_attention'"]),
+    "window without a width": ("dflash", lambda c: _layer_types(c, "sliding_attention"), ["sliding_window None", "at least 1"]),
+    "negative window": ("dflash", lambda c: _layer_types(c, "sliding_attention", sliding_window=-5), ["sliding_window -5", "at least 1"]),
+    "theta is text": ("dflash", lambda c: _rope(c, rope_theta="a"), ["rope_theta 'a'", "positive number"]),
+    "theta is not a number": ("dspark", lambda c: _rope(c, rope_theta=float("nan")), ["rope_theta nan", "positive number"]),
+    "unknown rope": (
+        "eagle3",
+        lambda c: _rope(c, rope_type="spiral"),
+        ["rope_type = 'spiral' is unknown", "default, linear, llama3 or yarn"],
+    ),
+    "rope type is a list": ("dflash", lambda c: _rope(c, rope_type=["yarn"]), ["rope_type = ['yarn'] is unknown"]),
+    "rope grows": (
+        "dflash",
+        lambda c: _rope(c, rope_type="dynamic", factor=2.0),
+        ["rope_type = 'dynamic' changes with the sequence length"],
+    ),
+    "rope lacks its keys": ("peagle", lambda c: _rope(c, rope_type="llama3"), ["cannot be used", "low_freq_factor"]),
+    "rope factor is text": ("dflash", lambda c: _rope(c, rope_type="yarn", factor="x"), ["'factor': 'x'", "cannot be used"]),
+    "rope factor is zero": ("dflash", lambda c: _rope(c, rope_type="linear", factor=0), ["'factor': 0", "no finite rotation"]),
+    "rope factor is not a number": ("dspark", lambda c: _rope(c, rope_type="linear", factor=float("nan")), ["no finite rotation"]),
 }
+
+
+def _rope(checkpoint: Checkpoint, **rope: Any) -> None:
+    checkpoint.layers(rope_theta=..., rope_parameters={"rope_theta": 10000.0, **rope})
+
+
+def _layer_types(checkpoint: Checkpoint, kind: str, **changes: Any) -> None:
+    layers = json.loads((checkpoint.folder / "config.json").read_text())["transformer_layer_config"]["num_hidden_layers"]
+    checkpoint.layers(layer_types=[kind] * layers, **changes)
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -295,6 +326,7 @@ def test_a_broken_checkpoint_gives_one_clear_sentence(name: str, originals: Path
         load(tmp_path, verifier)
     sentence = str(caught.value)
     assert "\n" not in sentence and all(fragment in sentence for fragment in fragments), sentence
+    assert len(sentence) - len(str(tmp_path)) < 400, "the offending value is shown, not the whole file"
     assert name == "taps too deep" or str(tmp_path) in sentence, "the file is named"
 
 

@@ -211,3 +211,11 @@ def test_folders_can_be_copied(tmp_path: Path) -> None:
     save(drafter("peagle"), tmp_path / "a")
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     assert load(tmp_path / "b", verifier_weights()).method == "peagle"
+
+
+@pytest.mark.parametrize("max_shard_bytes", [10**9, 40_000])
+def test_weights_can_be_read_by_others_than_their_owner(max_shard_bytes: int, tmp_path: Path) -> None:
+    save(drafter("dspark"), tmp_path / "saved", max_shard_bytes=max_shard_bytes)
+    shards = list((tmp_path / "saved").glob("*.safetensors"))
+    assert len(shards) > 1 or max_shard_bytes == 10**9
+    assert {shard.stat().st_mode & 0o777 for shard in shards} == {0o644}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from chat_tokenizer import chat_tokenizer
 from tiny_models import tiny_model, tiny_verifier
 from typer.testing import CliRunner
 
+from speculators import files
 from speculators.cli.common import parse_settings
 from speculators.cli.demo import METHODS, own_replies, smoke_drafter
 from speculators.cli.main import app
@@ -151,7 +154,7 @@ def test_generate_streams_the_reply_it_reports(world: World, tmp_path: Path) -> 
     result = run("generate", "w5 w6", *common, "--speculator", "prompt_lookup", "--max-new-tokens", 20, "--json", tmp_path / "out.json")
     assert result.exit_code == 0, result.output
     assert result.stdout.strip() == json.loads((tmp_path / "out.json").read_text())["text"].strip()
-    assert "acceptance length" in result.stderr
+    assert re.search(r"acceptance length \d\.\d\d \(decode\)", result.stderr)
 
 
 def test_settings_are_json_where_they_can_be() -> None:
@@ -241,6 +244,43 @@ def test_a_missing_folder_or_file_is_one_sentence(world: World, tmp_path: Path, 
 def test_a_missing_output_folder_is_refused_before_any_work(world: World, tmp_path: Path) -> None:
     sentence = refused(tmp_path, *evaluate_arguments(world, tmp_path, json=tmp_path / "nowhere" / "out.json", verifier="never looked at"))
     assert "nowhere does not exist" in sentence
+
+
+def test_prompt_files_of_one_name_are_refused_instead_of_merged(world: World, tmp_path: Path) -> None:
+    twin = tmp_path / "twin" / world.prompts.name
+    twin.parent.mkdir()
+    twin.write_text(world.prompts.read_text())
+    sentence = refused(tmp_path, *evaluate_arguments(world, tmp_path), "--prompts", twin)
+    assert str(world.prompts) in sentence and str(twin) in sentence and "'toy'" in sentence
+
+
+def test_two_results_in_one_file_are_refused(world: World, tmp_path: Path) -> None:
+    sentence = refused(tmp_path, *evaluate_arguments(world, tmp_path, json=tmp_path / "out.json", runs=tmp_path / "." / "out.json"))
+    assert "--json and --runs" in sentence
+
+
+def test_an_output_folder_below_a_file_is_one_sentence(world: World, data: Path, tmp_path: Path) -> None:
+    output = world.prompts / "below" / "run"
+    assert f"{world.prompts} is a file" in refused(
+        tmp_path, *train_arguments(world, data, output, {"option": "aux_hidden_state_layer_ids=[1, 2, 4]"})
+    )
+    common = ("--verifier", "never looked at", "--conversations", 1)
+    assert f"{world.prompts} is a file" in refused(tmp_path, "data", "synthesize", *common, "--output", output)
+
+
+def test_an_output_that_the_file_system_refuses_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(*arguments: object, **settings: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(files.tempfile, "mkstemp", refuse)
+    assert "out.json (Permission denied)" in refused(tmp_path, "methods", "--json", tmp_path / "out.json")
+
+
+def test_an_error_after_the_reply_has_begun_stands_on_its_own_line(world: World, tmp_path: Path) -> None:
+    common = ("--verifier", world.verifier, "--dtype", "float32", "--device", "cpu")
+    result = run("generate", "w5 w6", *common, "--speculator", world.drafter, "--confidence-threshold", 0.5)
+    assert result.exit_code == 2 and "confidence head" in result.stderr
+    assert result.stdout.endswith("\n")
 
 
 def train_arguments(world: World, data: Path, output: Path, changes: dict[str, object]) -> list[object]:

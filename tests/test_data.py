@@ -188,6 +188,11 @@ def test_saving_writes_nothing_where_something_is_or_where_a_token_does_not_fit(
     assert [path.name for path in tmp_path.iterdir()] == ["full"]
 
 
+def test_shards_can_be_read_by_others_than_their_owner(tmp_path: Path) -> None:
+    save_conversations(tmp_path / "data", random_conversations(1), {"verifier": "tiny"}, vocab_size=1000)
+    assert [file.stat().st_mode & 0o777 for file in (tmp_path / "data").glob("*.safetensors")] == [0o644]
+
+
 def test_a_missing_or_damaged_shard_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"header.json is missing"):
         load_conversations(tmp_path)

@@ -205,12 +205,13 @@ def test_no_kept_conversation_shares_a_13_gram_with_an_excluded_prompt_file(veri
     assert made.counts["shares 13 tokens or words with a benchmark prompt"] > 0
 
 
-def test_given_prompts_are_answered_once_each_and_long_ones_counted(verifier: Verifier) -> None:
+def test_given_prompts_are_answered_once_each_and_long_ones_counted(verifier: Verifier, capsys: pytest.CaptureFixture[str]) -> None:
     prompts = [Prompt((f"Question {number}?",)) for number in range(5)] + [Prompt(("long " * 100,))]
     settings = SynthesisSettings(max_reply_tokens=24, min_reply_tokens=1)
-    made = answer_prompts(verifier, prompts, settings, max_prompt_tokens=200, progress=False)
+    made = answer_prompts(verifier, prompts, settings, max_prompt_tokens=200)
     asked = {tuple(c.input_ids[: c.loss_mask.index(True)]) for c in made.conversations}
     assert asked <= {tuple(verifier.encode_chat(prompt.messages)) for prompt in prompts[:5]}
+    assert f"kept={len(made.conversations)}, " in capsys.readouterr().err.rpartition("\r")[2], "the bar ends with the final numbers"
     assert made.counts.pop("prompt too long") == 1
     assert sum(made.counts.values()) == 5
 

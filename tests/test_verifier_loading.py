@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +89,19 @@ def test_damaged_and_incomplete_folders_fail_at_load(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(CheckpointError, match="cannot load the verifier"):
         Verifier.from_pretrained(tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("key", ["model.norm.weight", "model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_that_are_not_finite_fail_at_load(tmp_path: Path, value: float, key: str, dtype: str) -> None:
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path)
+    Verifier.from_pretrained(tmp_path, dtype=dtype, device="cpu")
+    model.get_parameter(key).data.view(-1)[-1] = value
+    model.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=rf"hold values in {re.escape(key)} that are not finite"):
+        Verifier.from_pretrained(tmp_path, dtype=dtype, device="cpu")
 
 
 @pytest.mark.parametrize(

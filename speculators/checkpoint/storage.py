@@ -243,6 +243,7 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], max_shard_bytes: 
     split = split_torch_state_dict_into_shards(dict(tensors), max_shard_size=room)
     for name, members in split.filename_to_tensors.items():
         save_file({member: tensors[member] for member in members}, folder / name, metadata={"format": "pt"})
+        (folder / name).chmod(0o644)  # safetensors makes it readable by its owner alone; config.json beside it is not
     if split.is_sharded:
         write_json(folder / INDEX_FILE, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
 

@@ -19,6 +19,7 @@ from speculators.cli.common import (
     write_json,
 )
 from speculators.errors import DataError
+from speculators.files import check_output_folder
 
 app = typer.Typer(help="Make training data from the verifier alone.", no_args_is_help=True)
 
@@ -48,6 +49,7 @@ def synthesize(
     check_json_path(json)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise DataError(f"{output} exists already; name a new folder, or remove that one first")
+    check_output_folder(output)
     from speculators.data.prompts import read_prompts
     from speculators.data.questions import SynthesisSettings
     from speculators.data.synthesis import answer_prompts

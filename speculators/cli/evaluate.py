@@ -19,6 +19,7 @@ from speculators.cli.common import (
     load_verifier,
     write_json,
 )
+from speculators.errors import DataError
 
 
 def evaluate(
@@ -40,6 +41,8 @@ def evaluate(
     """Evaluate drafters: one row a method and prompt set without looping prompts, one with all of them."""
     check_json_path(json)
     check_json_path(runs)
+    if json is not None and runs is not None and json.resolve() == runs.resolve():
+        raise DataError(f"--json and --runs both name {json}, and one would overwrite the other; name two files")
     from rich.console import Console
 
     from speculators.data.prompts import read_prompts
@@ -56,7 +59,12 @@ def evaluate(
         confidence_threshold=confidence_threshold,
         seed=seed,
     )
-    files = {path.stem: read_prompts(path, max_prompts) for path in prompts}
+    named: dict[str, Path] = {}
+    for path in prompts:
+        if path.stem in named:
+            raise DataError(f"{named[path.stem]} and {path} would both be called {path.stem!r} in the result; rename one of the files")
+        named[path.stem] = path
+    files = {name: read_prompts(path, max_prompts) for name, path in named.items()}
     target = load_verifier(verifier, dtype, device)
     drafters = {name: load_drafter(name, target) for name in speculator or []}
     sets = [PromptSet.from_prompts(target, name, of_file) for name, of_file in files.items()]

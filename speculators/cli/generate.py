@@ -96,15 +96,20 @@ def generate(
     token_ids = target.encode_chat([{"role": "user", "content": text}])
     assert target.tokenizer is not None  # encode_chat needed it
     stream = TextStream(target.tokenizer)
-    generation = decode(
-        target,
-        drafter,
-        [token_ids],
-        sampling,
-        num_draft_tokens=k,
-        confidence_threshold=confidence_threshold,
-        on_tokens=stream.add,
-    )
+    try:
+        generation = decode(
+            target,
+            drafter,
+            [token_ids],
+            sampling,
+            num_draft_tokens=k,
+            confidence_threshold=confidence_threshold,
+            on_tokens=stream.add,
+        )
+    except BaseException:
+        if stream.text():
+            stream.finish()  # an error message begins a line of its own
+        raise
     stream.finish()
     rounds = generation.rounds
     positions = max((a_round.proposed for a_round in rounds[0]), default=0)
@@ -127,7 +132,7 @@ def generate(
     }
     typer.echo(
         f"\n{len(generation.token_ids[0])} tokens ({generation.finish_reasons[0]}), {len(rounds[0])} rounds,"
-        f" acceptance length {number(length)}, {number(speed, 1)} tokens/s after the first",
+        f" acceptance length {number(length)} (decode), {number(speed, 1)} tokens/s after the first",
         err=True,
     )
     if by_position:

@@ -61,7 +61,8 @@ class SynthesisSettings:
             raise ConfigError(f"max_question_tokens = {self.max_question_tokens} must be at least 8")
         if not 1 <= self.min_reply_tokens <= self.max_reply_tokens:
             raise ConfigError(
-                f"min_reply_tokens = {self.min_reply_tokens} must be at least 1 and at most max_reply_tokens = {self.max_reply_tokens}"
+                f"max_reply_tokens = {self.max_reply_tokens} must be at least min_reply_tokens = {self.min_reply_tokens}, the shortest"
+                " reply that is kept, and that at least 1"
             )
         if self.max_tokens < self.max_question_tokens + self.min_reply_tokens:
             raise ConfigError(

@@ -16,6 +16,7 @@ from safetensors.numpy import load, save_file
 
 from speculators.data.rows import Conversation
 from speculators.errors import DataError
+from speculators.files import make_folder
 
 HEADER_FILE = "header.json"
 MAX_SHARD_BYTES = 15_000_000
@@ -62,7 +63,7 @@ def save_conversations(
         "topics": topics,
         "shards": len(shards),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     scratch = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}-"))
     try:
         scratch.chmod(0o755)
@@ -70,6 +71,7 @@ def save_conversations(
         names = [f"conversations-{index:05d}-of-{len(shards):05d}.safetensors" for index in range(1, len(shards) + 1)]
         for name, shard in zip(names, shards, strict=True):
             save_file(_tensors(shard, topics, vocab_size), scratch / name, metadata={"header": text})
+            (scratch / name).chmod(0o644)  # safetensors makes it readable by its owner alone
         (scratch / HEADER_FILE).write_text(text + "\n", encoding="utf-8")
         if path.is_dir():
             path.rmdir()  # empty, as checked
@@ -92,7 +94,7 @@ def load_conversations(path: str | Path) -> tuple[list[Conversation], dict[str, 
     path = Path(path)
     header_path = path / HEADER_FILE
     if not header_path.is_file():
-        raise DataError(f"{path} holds no conversations: {HEADER_FILE} is missing; pass a folder that save_conversations wrote")
+        raise DataError(f"{path} holds no conversations: {HEADER_FILE} is missing; pass a folder that `speculators data synthesize` wrote")
     try:
         header: dict[str, Any] = json.loads(header_path.read_text(encoding="utf-8"))
         shard_count, topics = int(header["shards"]), list(header["topics"])

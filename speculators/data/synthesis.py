@@ -156,6 +156,12 @@ def _collect(
     started = shown = time.monotonic()
     total = seconds if wanted is None else wanted
     bar: Any = tqdm(total=total, unit="s" if wanted is None else " conversations", disable=not progress, desc="generating")
+
+    def show() -> None:
+        elapsed = time.monotonic() - started
+        bar.n = round(elapsed) if wanted is None else len(kept)
+        bar.set_postfix(kept=len(kept), reply_tokens=reply_tokens, tokens_per_second=round(generator.generated_tokens / elapsed))
+
     try:
         for exchange in generator.run(jobs, seconds=seconds):
             conversation, dropped = exchange.conversation, exchange.dropped
@@ -169,15 +175,13 @@ def _collect(
             now = time.monotonic()
             if now - shown > 0.5:
                 shown = now
-                bar.n = round(now - started) if wanted is None else len(kept)
-                bar.set_postfix(
-                    kept=len(kept), reply_tokens=reply_tokens, tokens_per_second=round(generator.generated_tokens / (now - started))
-                )
+                show()
             if wanted is not None and len(kept) >= wanted:
                 break
     except KeyboardInterrupt:
         tqdm.write(f"interrupted: {len(kept)} finished conversations are kept")
     elapsed = time.monotonic() - started
+    show()  # the end too, which the last half second may have hidden
     bar.close()
     header = {
         "verifier": verifier.weights.name_or_path,

@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from speculators.data.rows import PackedRows
 from speculators.errors import ConfigError, DataError, TrainingInterrupted
+from speculators.files import check_output_folder, make_folder
 from speculators.speculator import Speculator
 from speculators.training.build import build_speculator
 from speculators.training.config import TrainingConfig
@@ -188,7 +189,9 @@ class Trainer:
 
     def _interrupted(self, number: int) -> TrainingInterrupted:
         output = self._config.output
-        where = "there is no output folder, nothing was kept" if output is None else f"the state is in {output}; resume=True continues"
+        where = "there is no output folder, nothing was kept"
+        if output is not None:
+            where = f"the state is in {output}; resume=True continues it (--resume on the command line)"
         return TrainingInterrupted(f"training stopped by {signal.Signals(number).name} after step {self.step}: {where}", number)
 
     # -- records ---------------------------------------------------------------------------------------------
@@ -255,9 +258,10 @@ class Trainer:
             return None
         if output.exists() and not output.is_dir():
             raise ConfigError(f"the output {output} is a file; name a folder")
+        check_output_folder(output)
         exists = (output / STATE_FILE).exists()
         if exists and not resume:
-            raise ConfigError(f"{output} already holds a training run; pass resume=True to continue it, or name another folder")
+            raise ConfigError(f"{output} already holds a training run; pass resume=True (--resume) to continue it, or name another folder")
         return output if exists else None
 
     def _open_log(self) -> None:
@@ -265,7 +269,7 @@ class Trainer:
         output = self._config.output
         if output is None:
             return
-        output.mkdir(parents=True, exist_ok=True)
+        make_folder(output)
         (output / CONFIG_FILE).write_text(self._config.model_dump_json(indent=2) + "\n", encoding="utf-8")
         log = output / LOG_FILE
         lines = log.read_text(encoding="utf-8").splitlines() if log.exists() and self.step else []
