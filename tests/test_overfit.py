@@ -5,6 +5,8 @@ Most silent faults between training and decoding (labels, positions, taps, masks
 
 from __future__ import annotations
 
+import copy
+from functools import cache
 from typing import Any
 
 import pytest
@@ -44,6 +46,21 @@ def learn(method: str, verifier: Verifier, conversation: Conversation) -> Specul
     return overfit(method, verifier, conversation, 400, learning_rate=4e-3, **options)
 
 
+@cache
+def learned_once(method: str) -> tuple[Verifier, Speculator]:
+    """The verifier and a drafter that was trained without any fault, for all tests that only read them."""
+    verifier, conversation = chaotic_verifier()
+    return verifier, learn(method, verifier, conversation)
+
+
+def learned(method: str) -> tuple[Verifier, Speculator]:
+    """`learned_once`, the drafter as a copy that a test may change."""
+    verifier, speculator = learned_once(method)
+    changeable = copy.copy(speculator)
+    changeable.config = speculator.config.model_copy(deep=True)
+    return verifier, changeable
+
+
 def accepted_share(verifier: Verifier, speculator: Speculator) -> float:
     """Accepted drafts over proposed drafts while the verifier decodes the reply again, greedily."""
     plain = generate(verifier, None, [PROMPT], SamplingParams(max_new_tokens=REPLY, ignore_eos=True))
@@ -55,8 +72,8 @@ def accepted_share(verifier: Verifier, speculator: Speculator) -> float:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_an_overfitted_drafter_has_nine_of_ten_drafts_accepted(method: str) -> None:
-    verifier, conversation = chaotic_verifier()
-    assert accepted_share(verifier, learn(method, verifier, conversation)) >= 0.9
+    verifier, speculator = learned(method)
+    assert accepted_share(verifier, speculator) >= 0.9
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -74,8 +91,7 @@ def test_labels_shifted_by_one_are_noticed(method: str, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("method", METHODS)
 def test_taps_shifted_by_one_are_noticed(method: str) -> None:
-    verifier, conversation = chaotic_verifier()
-    speculator = learn(method, verifier, conversation)
+    verifier, speculator = learned(method)
     setattr(speculator.config, speculator.config.aux_layer_key, [2, 4, 6])
     assert accepted_share(verifier, speculator) < 0.5
 
@@ -83,8 +99,7 @@ def test_taps_shifted_by_one_are_noticed(method: str) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_positions_shifted_by_one_are_noticed(method: str) -> None:
     """The anchor is one token further along than the drafter was told: every slot drafts for its neighbour."""
-    verifier, conversation = chaotic_verifier()
-    speculator = learn(method, verifier, conversation)
+    verifier, speculator = learned(method)
     observe = speculator.observe
 
     def late(state: Any, observation: Any) -> None:
