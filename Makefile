@@ -22,7 +22,7 @@ demo: $(VENV)/.installed-demo
 	@$(BIN)/speculators demo
 
 test: $(VENV)/.installed-dev
-	@$(BIN)/pytest -n 2 --dist worksteal
+	@$(BIN)/pytest -n 2 --dist loadfile
 
 lint: $(VENV)/.installed-dev
 	@$(BIN)/ruff check
