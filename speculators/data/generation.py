@@ -105,17 +105,18 @@ class TokenGenerator:
         self._is_stop = np.zeros((0, verifier.vocab_size), dtype=np.bool_)
         self._verifier_stops = frozenset(verifier.stop_token_ids)
 
-    def run(self, jobs: Iterable[Job[T]], *, seconds: float | None = None) -> Iterator[T]:
+    def run(self, jobs: Iterable[Job[T]], *, seconds: float | None = None, clock: Callable[[], float] = time.monotonic) -> Iterator[T]:
         """Run jobs and yield what each returns, in the order in which they end.
 
         Args:
             jobs: taken one by one as slots become free; may be endless.
             seconds: stop after this time; jobs still running are dropped.
+            clock: what tells the time, in seconds.
 
         Raises:
             DataError: a stage has no forced tokens or does not fit into a slot.
         """
-        started = time.monotonic()
+        started = clock()
         slots = _Slots(self.slots, self.max_length)
         waiting = enumerate(jobs)
         for slot in range(self.slots):
@@ -123,7 +124,7 @@ class TokenGenerator:
         if not slots.active.any():
             return
         running = self._step_after(slots)
-        while slots.active.any() and (seconds is None or time.monotonic() - started < seconds):
+        while slots.active.any() and (seconds is None or clock() - started < seconds):
             # The next step starts before this one's tokens are known. Where they end a stage, the slot's part of the
             # next step is void: one slot-step lost a stage, against a device that would wait for the host every step.
             following = self._step_after(slots)
