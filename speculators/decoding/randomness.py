@@ -38,15 +38,15 @@ def uniform(seed: int, purpose: Purpose, rows: Tensor, rounds: Tensor, slots: Te
     Returns:
         float64 in [0, 1), a multiple of 2^-53, of the broadcast shape.
     """
-    state = rows.new_full((), _signed(seed))
+    state = rows.new_full((), signed(seed))
     for part in (rows.new_full((), purpose), rows, rounds, slots):
-        state = _mix(state + (part + 1) * _signed(_GOLDEN))
+        state = _mix(state + (part + 1) * signed(_GOLDEN))
     return _shift_right(state, 11).double() * 2.0**-53
 
 
 def _mix(x: Tensor) -> Tensor:
-    x = (x ^ _shift_right(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shift_right(x, 27)) * _signed(0x94D049BB133111EB)
+    x = (x ^ _shift_right(x, 30)) * signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shift_right(x, 27)) * signed(0x94D049BB133111EB)
     return x ^ _shift_right(x, 31)
 
 
@@ -55,7 +55,7 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _signed(value: int) -> int:
-    """The int64 with the same 64 bits."""
+def signed(value: int) -> int:
+    """The int64 with the same lowest 64 bits."""
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >> 63 else value

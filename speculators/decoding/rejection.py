@@ -5,6 +5,16 @@ min(1, p(x) / q(x)), p being the verifier's distribution. At the first rejection
 max(p - q, 0), normalised; if every draft is accepted, one more token is drawn from p: the bonus token. Either way each
 token is distributed as p. A deterministic draft is the case of q a point mass: it is accepted with probability p(x), and
 the residual is p without x.
+
+Block verification (Sun et al. 2024, "Block Verification Accelerates Speculative Decoding") decides about the block as a whole
+instead: it keeps the same distribution and accepts at least as many drafts on average. With
+
+    w_0 = 1,  w_i = min(1, w_{i-1} p(x_i) / q(x_i)),  s_i = sum_x max(w_i p_i(x) - q_i(x), 0),
+
+p_i and q_i being the distributions after i drafts, it keeps the longest prefix i whose own uniform number is below
+h_i = s_i / (s_i + 1 - w_i), or below w_n for the whole block of n drafts, and draws what follows from max(w_i p_i - q_i, 0).
+A row's block may end anywhere, as long as that does not depend on drafts beyond the end: it is as if the drafter had gone on
+with the verifier's own distribution.
 """
 
 from __future__ import annotations
@@ -37,8 +47,13 @@ def acceptance_probability(p_token: Tensor, q_token: Tensor | None) -> Tensor:
         p_token: [...] the verifier's probability of each draft.
         q_token: [...] the probability it was drawn with, not 0; None for point masses.
     """
+    return acceptance_ratio(p_token, q_token).clamp(max=1.0)
+
+
+def acceptance_ratio(p_token: Tensor, q_token: Tensor | None) -> Tensor:
+    """p(x) / q(x) in float64; arguments as in `acceptance_probability`."""
     p_token = p_token.double()
-    return p_token if q_token is None else (p_token / q_token.double()).clamp(max=1.0)
+    return p_token if q_token is None else p_token / q_token.double()
 
 
 def residual(p: Tensor, q: Tensor | None, token: Tensor) -> Tensor:
@@ -54,10 +69,30 @@ def residual(p: Tensor, q: Tensor | None, token: Tensor) -> Tensor:
     Returns:
         [rows, vocabulary] float64.
     """
-    p = p.double()
-    remaining = p.scatter(-1, token[:, None], 0.0) if q is None else (p - q.double()).clamp(min=0.0)
+    remaining = remainder(p, q, token)
     mass = remaining.sum(-1, keepdim=True)
-    return torch.where(mass > 0, remaining / mass, p)
+    return torch.where(mass > 0, remaining / mass, p.double())
+
+
+def remainder(p: Tensor, q: Tensor | None, token: Tensor, weight: Tensor | None = None) -> Tensor:
+    """max(w p - q, 0) in float64, not normalised.
+
+    Args:
+        p: [..., vocabulary], the verifier's distributions.
+        q: [..., vocabulary], the drafter's; None for point masses.
+        token: [...] int64, the drafts.
+        weight: [...] float64, w; 1 when None.
+    """
+    p = p.double() if weight is None else p.double() * weight[..., None]
+    return p.scatter(-1, token[..., None], 0.0) if q is None else (p - q.double()).clamp(min=0.0)
+
+
+def prefix_weights(p_token: Tensor, q_token: Tensor | None) -> Tensor:
+    """w_0 .. w_K of block verification in float64: [rows, K] each -> [rows, K + 1]."""
+    weights = [p_token.new_ones(p_token.shape[0], dtype=torch.float64)]
+    for ratio in acceptance_ratio(p_token, q_token).unbind(1):
+        weights.append((weights[-1] * ratio).clamp(max=1.0))
+    return torch.stack(weights, dim=1)
 
 
 def accept_greedy(token_ids: Tensor, lengths: Tensor, most_likely: Tensor) -> Acceptance:
@@ -97,6 +132,31 @@ def accept_sampled(
     corrected = residual(after, None if q is None else q[row, slot], token_ids[row, slot])
     distribution = torch.where((accepted < lengths)[:, None], corrected, after.double())
     return Acceptance(accepted, draw(distribution, correct_uniforms))
+
+
+def accept_block(
+    token_ids: Tensor, lengths: Tensor, q: Tensor | None, p: Tensor, accept_uniforms: Tensor, correct_uniforms: Tensor
+) -> Acceptance:
+    """Accept drafts by block verification and draw the token after them. Arguments as in `accept_sampled`."""
+    rows, width = token_ids.shape
+    if width == 0:
+        return accept_sampled(token_ids, lengths, q, p, accept_uniforms, correct_uniforms)
+    p_token = p[:, :-1].gather(-1, token_ids[..., None])[..., 0]
+    weights = prefix_weights(p_token, None if q is None else q.gather(-1, token_ids[..., None])[..., 0])
+    remaining = remainder(p[:, :-1], q, token_ids, weights[:, :-1])
+    mass = remaining.sum(-1)
+    stay = mass / (mass + 1 - weights[:, :-1]).clamp(min=torch.finfo(torch.float64).tiny)
+    ends = torch.arange(1, width + 1, device=p.device) == lengths[:, None]
+    stay = torch.where(ends, weights[:, 1:], torch.nn.functional.pad(stay[:, 1:], (0, 1)))
+    prefix = torch.arange(1, width + 1, device=p.device)
+    kept = (accept_uniforms < stay) & (prefix <= lengths[:, None])
+    accepted = (prefix * kept).amax(1)
+
+    row = torch.arange(rows, device=p.device)
+    after = p[row, accepted].double()
+    corrected = remaining[row, accepted.clamp(max=width - 1)]
+    inside = (accepted < lengths) & (corrected.sum(-1) > 0)
+    return Acceptance(accepted, draw(torch.where(inside[:, None], corrected, after), correct_uniforms))
 
 
 def _leading(good: Tensor, lengths: Tensor) -> Tensor:
