@@ -38,9 +38,35 @@ def uniform(seed: int, purpose: Purpose, rows: Tensor, rounds: Tensor, slots: Te
     Returns:
         float64 in [0, 1), a multiple of 2^-53, of the broadcast shape.
     """
+    return _as_uniform(_state(seed, purpose, rows, rounds, slots))
+
+
+def gumbel(seed: int, purpose: Purpose, rows: Tensor, rounds: Tensor, slots: Tensor, tokens: Tensor) -> Tensor:
+    """Standard Gumbel numbers -log(-log(u)), one for each counter (seed, purpose, row, round, slot, token).
+
+    The token with the largest logit / temperature + number is distributed as the softmax (the Gumbel-max trick): drawing so
+    needs neither a normalised distribution nor a cumulative sum.
+
+    Args:
+        seed, purpose, rows, rounds, slots: as for `uniform`.
+        tokens: int64; broadcasts against the three other tensors.
+
+    Returns:
+        float64 of the broadcast shape.
+    """
+    state = _mix(_state(seed, purpose, rows, rounds, slots) + (tokens + 1) * signed(_GOLDEN))
+    return -(-(_as_uniform(state) + 2.0**-54).log()).log()  # the middle of each step, so that u is never 0
+
+
+def _state(seed: int, purpose: Purpose, rows: Tensor, rounds: Tensor, slots: Tensor) -> Tensor:
     state = rows.new_full((), signed(seed))
     for part in (rows.new_full((), purpose), rows, rounds, slots):
         state = _mix(state + (part + 1) * signed(_GOLDEN))
+    return state
+
+
+def _as_uniform(state: Tensor) -> Tensor:
+    """The top 53 bits, in [0, 1)."""
     return _shift_right(state, 11).double() * 2.0**-53
 
 

@@ -1,0 +1,104 @@
+"""Markov sampling: the printed case, the distribution drawn from, and the kernels against the definition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from goodness_of_fit import chi_square_p_value
+from torch import Tensor
+
+from speculators.algorithms.heads import MarkovHead
+from speculators.kernels.markov_sampling import MarkovDrafts, Randomness, markov_sampling
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+IMPLEMENTATIONS = ["reference", "triton"]
+
+
+def through(head: MarkovHead, logits: Tensor, hidden: Tensor, anchor: Tensor, **options: Any) -> MarkovDrafts:
+    """The head's own steps as `factors`."""
+    state = [head.initial_state(anchor)]
+
+    def factors(k: int, previous: Tensor) -> Tensor:
+        factor, state[0] = head.step(previous, hidden[:, k], state[0])
+        return factor
+
+    with torch.no_grad():
+        return markov_sampling(logits, head.markov_w2.weight, anchor, factors, **options)
+
+
+def random_head(kind: str, vocabulary: int, rank: int, draft_vocabulary: int | None = None, hidden: int = 6) -> MarkovHead:
+    torch.manual_seed(0)
+    head = MarkovHead(kind, vocabulary, draft_vocabulary or vocabulary, hidden, rank).to(DEVICE)  # type: ignore[arg-type]
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    return head
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_c8_the_printed_greedy_chain(implementation: str) -> None:
+    head = random_head("vanilla", 3, 2)
+    with torch.no_grad():
+        head.markov_w1.weight.copy_(torch.tensor([[1.0, 0], [0, 1], [1, 1]]))
+        head.markov_w2.weight.copy_(torch.tensor([[2.0, -1], [0, 1], [-1, 0.5]]))
+    logits = torch.tensor([[[0.2, 0.1, 0], [0, 0.3, 0.1], [0.5, 0.4, 0.45]]], device=DEVICE)
+    drafts = through(head, logits, logits, torch.tensor([1], device=DEVICE), implementation=implementation)
+    assert drafts.token_ids.tolist() == [[1, 1, 1]]  # independent argmaxes would be 0, 1, 0
+    corrected = torch.tensor([[-0.8, 1.1, 0.5], [-1, 1.3, 0.6], [-0.5, 1.4, 0.95]], device=DEVICE)
+    torch.testing.assert_close(drafts.log_normaliser[0], corrected.logsumexp(-1))
+    torch.testing.assert_close(drafts.log_probability[0], corrected.log_softmax(-1)[:, 1])
+
+
+@pytest.mark.parametrize("top_k", [0, 5])
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    ("kind", "rows", "vocabulary", "rank"),
+    [("vanilla", 1, 300, 3), ("gated", 3, 129, 16), ("rnn", 17, 40, 5)],
+    ids=["vanilla", "gated", "rnn"],
+)
+def test_the_kernels_draw_as_the_definition(kind: str, rows: int, vocabulary: int, rank: int, sampled: bool, top_k: int) -> None:
+    head = random_head(kind, vocabulary + 7, rank, vocabulary)  # a reduced draft vocabulary: ids 3 .. V + 2
+    generator = torch.Generator().manual_seed(1)
+    logits, hidden = (torch.randn(rows, 3, size, generator=generator).to(DEVICE) for size in (vocabulary, 6))
+    anchor = torch.randint(vocabulary, (rows,), generator=generator).to(DEVICE)
+    draw = Randomness(0.7, 11, torch.arange(rows, device=DEVICE), torch.tensor(2, device=DEVICE)) if sampled else None
+    ids = torch.arange(vocabulary, device=DEVICE) + 3
+    expected, actual = (
+        through(head, logits, hidden, anchor, draw=draw, top_k=top_k, ids=ids, implementation=implementation)
+        for implementation in IMPLEMENTATIONS
+    )
+    assert torch.equal(actual.token_ids, expected.token_ids)
+    for name in ("factors", "log_normaliser", "log_probability"):
+        torch.testing.assert_close(getattr(actual, name), getattr(expected, name), rtol=1e-4, atol=1e-4)
+    if top_k:
+        likeliest = logits.topk(top_k).indices
+        assert (likeliest == actual.token_ids[..., None]).any(-1).all()
+
+
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_tokens_follow_the_distribution_that_verification_is_told(top_k: int) -> None:
+    trials, vocabulary = 100_000, 6
+    head = random_head("vanilla", vocabulary, 2)
+    logits = torch.randn(2, vocabulary, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    rows = torch.arange(trials, device=DEVICE)
+    drafts = through(
+        head,
+        logits.expand(trials, 2, vocabulary),
+        logits.new_zeros(trials, 2, 6),
+        rows * 0 + 4,
+        draw=Randomness(1.3, 0, rows, torch.tensor(1, device=DEVICE)),
+        top_k=top_k,
+        implementation="reference",
+    )
+    for k in range(2):  # slot 1 among the rows in which slot 0 drew token 2, or its likeliest where that is cut
+        first = int(logits[0].argmax())
+        chosen = torch.ones_like(rows, dtype=torch.bool) if k == 0 else drafts.token_ids[:, 0] == first
+        with torch.no_grad():
+            scores = (logits[k] + head.bias(drafts.factors[chosen][0, k])) / 1.3
+        if top_k:
+            scores = scores.masked_fill(logits[k] < logits[k].topk(top_k).values[-1], float("-inf"))
+        tokens = drafts.token_ids[chosen, k]
+        assert chi_square_p_value(tokens.bincount(minlength=vocabulary).cpu(), scores.softmax(-1).detach().cpu()) > 1e-3
+        torch.testing.assert_close(drafts.log_probability[chosen, k], scores.log_softmax(-1).detach()[tokens], rtol=1e-4, atol=1e-5)
