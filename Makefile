@@ -7,11 +7,12 @@ BIN := $(VENV)/bin
 export TORCH_RELEASE ?= torch==2.13.0
 export TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: help demo test lint format types results notebook clean
+.PHONY: help demo test test-parity lint format types results notebook clean
 
 help:
 	@echo "make demo      the embedded verifier with every drafter: acceptance, speed, identity with plain decoding"
 	@echo "make test      the test suite"
+	@echo "make test-parity  the same values as the public speculators library, which gets a venv of its own"
 	@echo "make lint      ruff, check and format;  make format  applies it"
 	@echo "make types     mypy --strict on an installed copy"
 	@echo "make results   rebuild docs/results.md from the committed raw results"
@@ -23,6 +24,9 @@ demo: $(VENV)/.installed-demo
 
 test: $(VENV)/.installed-dev
 	@$(BIN)/pytest -n 2 --dist loadfile
+
+test-parity: $(VENV)/.installed-dev .venv-parity/.installed
+	@PEER_PYTHON=$(CURDIR)/.venv-parity/bin/python $(BIN)/pytest tests/parity
 
 lint: $(VENV)/.installed-dev
 	@$(BIN)/ruff check
@@ -47,7 +51,7 @@ notebook: $(VENV)/.installed-dev
 	done
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-parity build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # A stamp a set of extras, so that an install happens once and again only when pyproject.toml changes.
 $(VENV)/.installed-demo: pyproject.toml tools/install.sh
@@ -57,3 +61,7 @@ $(VENV)/.installed-demo: pyproject.toml tools/install.sh
 $(VENV)/.installed-dev: pyproject.toml tools/install.sh
 	@tools/install.sh $(VENV) demo,dev,notebooks
 	@touch $@ $(VENV)/.installed-demo
+
+.venv-parity/.installed: tools/install_peer.sh tools/install.sh
+	@tools/install_peer.sh .venv-parity
+	@touch $@

@@ -53,8 +53,11 @@ class Anchors:
 
     @classmethod
     def sample(cls, batch: TrainingBatch, count: int) -> Anchors:
-        """Draw `count` anchors a row uniformly without replacement (DFlash, arXiv 2602.06036, section 4.2)."""
-        eligible = eligible_anchors(batch.loss_mask, batch.document_ids)
+        """Draw `count` anchors a row uniformly without replacement (DFlash, arXiv 2602.06036, section 4.2).
+
+        Never the first token of a document: drafting always follows at least one token of context.
+        """
+        eligible = eligible_anchors(batch.loss_mask, batch.document_ids) & (batch.position_ids > 0)
         keys = torch.rand(eligible.shape, device=eligible.device).masked_fill(~eligible, -1.0)
         top = keys.topk(min(count, keys.shape[1]), dim=1)
         valid = top.values >= 0

@@ -160,3 +160,11 @@ def test_a_drafter_without_verifier_says_how_to_attach_one() -> None:
     config = cls.default_config(verifier_weights(), aux_hidden_state_layer_ids=[1, 2], num_draft_tokens=3)
     with pytest.raises(PairingError, match="attach"):
         cls(config).verifier  # noqa: B018
+
+
+def test_no_anchor_is_the_first_token_of_a_document() -> None:
+    """Nothing precedes it: in decoding it is never drafted from, and the pair before it belongs to another document."""
+    for seed in range(10):
+        torch.manual_seed(seed)
+        drawn = Anchors.sample(packed_batch([9, 7], prompt=0), 16)
+        assert sorted(drawn.index[drawn.valid].tolist()) == [*range(1, 8), *range(10, 15)]
