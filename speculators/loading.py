@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from speculators.attention import AttentionMasks
 from speculators.errors import CheckpointError, ConfigError
@@ -47,13 +48,63 @@ def load_model(
         model, report = auto_model.from_pretrained(source, config=config, dtype=weights_dtype, output_loading_info=True, **remote)
         tokenizer = _load_tokenizer(source, remote)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0].rstrip(".")
-        raise CheckpointError(f"cannot load the verifier {name!r}: {reason}; pass a complete folder or another Hub name") from error
+        raise _cannot_load(name, error) from error
     if missing := sorted(report["missing_keys"]):
         raise CheckpointError(f"the files of the verifier {name!r} lack {len(missing)} of its tensors, {missing[0]} first; fetch it again")
     model = model.to(device)
     _refuse_damaged(model, name)
     return model, tokenizer
+
+
+@dataclass(frozen=True)
+class ChatFacts:
+    """What preparing data needs of a verifier, which is all but its weights.
+
+    Attributes:
+        tokenizer: its tokenizer, or None.
+        stop_token_ids: ids that end a reply.
+        vocab_size: number of logits.
+        name: as the user names it.
+    """
+
+    tokenizer: PreTrainedTokenizerBase | None
+    stop_token_ids: tuple[int, ...]
+    vocab_size: int
+    name: str
+
+
+def load_chat_facts(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> ChatFacts:
+    """Tokenizer, stop tokens and vocabulary of a verifier, without reading its weights.
+
+    Raises:
+        CheckpointError: nothing usable lies there.
+    """
+    source = _locate(name)
+    remote: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    try:
+        config = AutoConfig.from_pretrained(source, **remote)
+        tokenizer = _load_tokenizer(source, remote)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise _cannot_load(name, error) from error
+    try:
+        generation = GenerationConfig.from_pretrained(source, revision=revision)
+    except OSError:  # a verifier need not have one
+        generation = None
+    return ChatFacts(tokenizer, stop_token_ids(generation, config, tokenizer), int(config.get_text_config().vocab_size), name)
+
+
+def stop_token_ids(generation: Any, config: Any, tokenizer: Any) -> tuple[int, ...]:
+    """The generation config's stop ids (one or several), else the model config's, else the tokenizer's."""
+    for holder in (generation, config, config.get_text_config(), tokenizer):
+        ids = getattr(holder, "eos_token_id", None)
+        if ids is not None:
+            return tuple(int(token) for token in ids) if isinstance(ids, list | tuple) else (int(ids),)
+    return ()
+
+
+def _cannot_load(name: str, error: Exception) -> CheckpointError:
+    reason = str(error).strip().splitlines()[0].rstrip(".")
+    return CheckpointError(f"cannot load the verifier {name!r}: {reason}; pass a complete folder or another Hub name")
 
 
 def _refuse_damaged(model: PreTrainedModel, name: str) -> None:

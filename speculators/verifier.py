@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from speculators.attention import GROUPED_ATTENTION, AttentionMasks
 from speculators.decoding.cache import KeyValueCache
 from speculators.errors import CheckpointError, ConfigError, DataError
-from speculators.loading import fast_dtype, load_model, refuse_unsupported
+from speculators.loading import fast_dtype, load_model, refuse_unsupported, stop_token_ids
 from speculators.speculator import VerifierWeights
 
 __all__ = ["Verifier", "VerifierOutput", "fast_dtype"]
@@ -121,6 +121,11 @@ class Verifier:
     def dtype(self) -> torch.dtype:
         """Dtype of the weights, the hidden states and the logits."""
         return self.weights.embedding.dtype
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder layers, first to last."""
+        return cast(nn.ModuleList, self._layers)
 
     @property
     def num_layers(self) -> int:
@@ -285,7 +290,7 @@ class Verifier:
             logit_scale=self._logit_scale / self._logit_divisor,
             logit_softcap=self._logit_softcap,
             num_layers=len(self._layers),
-            stop_token_ids=_stop_token_ids(self.model, self.tokenizer),
+            stop_token_ids=stop_token_ids(self.model.generation_config, self.model.config, self.tokenizer),
             name_or_path=name,
             architectures=tuple(self.model.config.architectures or (type(self.model).__name__,)),
             config=config.to_dict(),
@@ -332,12 +337,3 @@ def _child(decoder: nn.Module, names: Sequence[str], verifier: str) -> Any:
         if isinstance(child := getattr(decoder, name, None), nn.Module):
             return child
     raise CheckpointError(f"{verifier!r}: {type(decoder).__name__} has no {' or '.join(names)}, so its residual stream cannot be tapped")
-
-
-def _stop_token_ids(model: Any, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
-    """The generation config's stop ids (one or several), else the model config's, else the tokenizer's."""
-    for holder in (model.generation_config, model.config, model.config.get_text_config(), tokenizer):
-        ids = getattr(holder, "eos_token_id", None)
-        if ids is not None:
-            return tuple(int(token) for token in ids) if isinstance(ids, list | tuple) else (int(ids),)
-    return ()

@@ -74,6 +74,7 @@ class Shape:
 
 CHATML = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 LLAMA3 = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>")
+THINK = "<think>\n\n</think>\n\n"
 QWEN3 = (*CHATML, "<think>", "</think>")
 HARMONY = ("<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|return|>", "<|call|>")
 DEEPSEEK = ("<|begin|>", "<|User|>", "<|Assistant|>", "<|end_of_sentence|>", "<think>", "</think>")
@@ -82,8 +83,10 @@ GLM = ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observa
 COMMAND = ("<BOS>", "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|SYSTEM_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>")
 
 KIND = "<|im_start|>system\nBe kind<|im_end|>\n"
+BYE = "<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n"
 HI = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 ADD = '<|im_start|>system\n# Tools\n{"name": "add"}\n<|im_end|>\n<|im_start|>user\nAdd<|im_end|>\n<|im_start|>assistant\n'
+ASK_HI = "<|start|>user<|message|>Hi<|end|>"
 H = "<|start|>system<|message|>Reasoning: low<|end|>"
 
 SHAPES = {
@@ -146,7 +149,7 @@ SHAPES = {
         (
             [
                 f"{HI}<think>\n\n</think>\n\n⟦Yo there<|im_end|>⟧",
-                f"{HI}Yo there<|im_end|>\n<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n⟦So long<|im_end|>⟧",
+                f"{HI}Yo there<|im_end|>\n{BYE}{THINK}⟦So long<|im_end|>⟧",
             ],
         ),
     ),
@@ -160,7 +163,7 @@ SHAPES = {
             [f"{HI}⟦<think>\nGreet back.\n</think>\n\nYo there<|im_end|>⟧"],
             [
                 f"{HI}⟦<think>\nGreet back.\n</think>\n\nYo there<|im_end|>⟧",
-                f"{HI}Yo there<|im_end|>\n<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n⟦So long<|im_end|>⟧",
+                f"{HI}Yo there<|im_end|>\n{BYE}{THINK}⟦So long<|im_end|>⟧",
             ],
         ),
     ),
@@ -183,8 +186,8 @@ SHAPES = {
         (
             [
                 f'{ADD}<think>\n\n</think>\n\n⟦<tool_call>\n{{"name": "add", "arguments": {{"a": 1}}}}\n</tool_call><|im_end|>⟧',
-                f'{ADD}<tool_call>\n{{"name": "add", "arguments": {{"a": 1}}}}\n</tool_call><|im_end|>\n<|im_start|>user\n<tool_response>\n3\n'
-                "</tool_response><|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n⟦Three<|im_end|>⟧",
+                f'{ADD}<tool_call>\n{{"name": "add", "arguments": {{"a": 1}}}}\n</tool_call><|im_end|>\n'
+                "<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n⟦Three<|im_end|>⟧",
             ],
         ),
     ),
@@ -207,16 +210,17 @@ SHAPES = {
         (THOUGHT, TWO, TOOL),
         (
             [
-                f"{H}<|start|>user<|message|>Hi<|end|><|start|>assistant⟦<|channel|>analysis<|message|>Greet back.<|end|>"
+                f"{H}{ASK_HI}<|start|>assistant⟦<|channel|>analysis<|message|>Greet back.<|end|>"
                 "<|start|>assistant<|channel|>final<|message|>Yo there<|return|>⟧"
             ],
             [
-                f"{H}<|start|>user<|message|>Hi<|end|><|start|>assistant⟦<|channel|>final<|message|>Yo there<|return|>⟧",
-                f"{H}<|start|>user<|message|>Hi<|end|><|start|>assistant<|channel|>final<|message|>Yo there<|end|>"
+                f"{H}{ASK_HI}<|start|>assistant⟦<|channel|>final<|message|>Yo there<|return|>⟧",
+                f"{H}{ASK_HI}<|start|>assistant<|channel|>final<|message|>Yo there<|end|>"
                 "<|start|>user<|message|>Bye<|end|><|start|>assistant⟦<|channel|>final<|message|>So long<|return|>⟧",
             ],
             [
-                f'{H}<|start|>user<|message|>Add<|end|><|start|>assistant⟦ to=functions.add<|channel|>commentary json<|message|>{{"a": 1}}<|call|>⟧'
+                f"{H}<|start|>user<|message|>Add<|end|><|start|>assistant"
+                f'⟦ to=functions.add<|channel|>commentary json<|message|>{{"a": 1}}<|call|>⟧'
                 "<|start|>functions to=assistant<|channel|>commentary<|message|>3<|end|>"
                 "<|start|>assistant⟦<|channel|>final<|message|>Three<|return|>⟧"
             ],
@@ -334,8 +338,8 @@ def test_prompt_tokens_are_those_of_the_prompt_alone_where_text_would_merge() ->
 
 def test_slow_tokenisation_turn_by_turn_gives_the_same_documents() -> None:
     for name, shape in SHAPES.items():
-        chats, tokenizer = encoder(shape.template, list(shape.special), list(shape.stops), **dict(shape.options))
-        apart, same = encoder(shape.template, list(shape.special), list(shape.stops), **dict(shape.options))
+        chats, _ = encoder(shape.template, list(shape.special), list(shape.stops), **dict(shape.options))
+        apart, _ = encoder(shape.template, list(shape.special), list(shape.stops), **dict(shape.options))
         apart._tokens._at_once = lambda text, turns: None  # type: ignore[method-assign]
         for messages in shape.messages:
             chat = read_record({"messages": messages})
@@ -371,7 +375,7 @@ def test_a_row_that_cannot_be_masked_is_refused_with_a_reason_to_count_by(
 
 
 def test_a_template_that_rewrites_replies_is_refused_rather_than_guessed_at() -> None:
-    chats, tokenizer = encoder("zephyr", ["</s>"], ["</s>"])
+    _, tokenizer = encoder("zephyr", ["</s>"], ["</s>"])
     tokenizer.chat_template = "{% for message in messages %}{{ message.content | upper }}</s>{% endfor %}"
     with pytest.raises(RowError, match="cannot be found in the rendered conversation"):
         ChatEncoder(tokenizer, [tokenizer.convert_tokens_to_ids("</s>")], "loud").documents(read_record({"messages": ONE}))  # type: ignore[arg-type]

@@ -163,9 +163,7 @@ def _listed(entries: Any, key: str, role_key: str, content_key: str) -> list[Mes
         messages.append(_message(entry, *spelling))
     first = next((message["role"] for message in messages if message["role"] != "system"), "user")
     if first != "user":
-        raise RowError(
-            "starts with another turn than the user's", f"the conversation starts with {first!r}; it must start with a user turn"
-        )
+        raise RowError("no user turn first", f"the conversation starts with {first!r}; it must start with a user turn")
     return messages
 
 
