@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import os
+import re
 import signal
 import time
 from collections import Counter
@@ -403,4 +404,5 @@ def test_the_preview_colours_what_is_supervised(terminal: bool, expected: str) -
     console = Console(file=screen, force_terminal=terminal, color_system="standard" if terminal else None, width=200)
     show([document], TOKENIZER, "row 1", console)
     assert expected in screen.getvalue()
-    assert f"row 1: 3 of {len(document.input_ids)} tokens supervised" in screen.getvalue()
+    without_codes = re.sub(r"\x1b\[[\d;]*m", "", screen.getvalue())
+    assert f"row 1: 3 of {len(document.input_ids)} tokens supervised" in without_codes
