@@ -7,6 +7,7 @@ that the block attends to. A block is the anchor token and MASK tokens; all its 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -21,7 +22,9 @@ from speculators.algorithms.options import DrafterOptions, common_config, defaul
 from speculators.algorithms.warm_start import continued_config
 from speculators.config import SpeculatorConfig
 from speculators.decoding.proposal import DraftSampler, Observation, Proposal
-from speculators.kernels.block_attention import BlockAttentionMask, block_attention, block_attention_mask
+from speculators.kernels.block_attention import block_attention
+from speculators.kernels.kv_injection import InjectionWeights, kv_injection
+from speculators.kernels.visible_keys import VisibleKeys, visible_blocks
 from speculators.registry import VllmServing, register_algorithm
 from speculators.speculator import Speculator, VerifierWeights
 from speculators.training.batch import LossOutput, TrainingBatch
@@ -91,6 +94,14 @@ class DFlashOptions(DrafterOptions):
     is_causal: bool | None = None
     sliding_window_non_causal: bool = False
     training: DFlashTraining = Field(default_factory=DFlashTraining)
+
+
+@dataclass
+class InjectionState:
+    """Draft state: the injected keys and values, and the layers' weights laid out for injection."""
+
+    cache: DraftState
+    weights: InjectionWeights
 
 
 def serving_caveats(config: DFlashConfig) -> list[str]:
@@ -184,19 +195,18 @@ class DFlash(Speculator):
         context_rotation = self._rotary(batch.position_ids)
         rotation = self._rotary(anchors.position[..., None] + torch.arange(slots, device=anchors.index.device))
         x = self.block_inputs(anchors.input_ids(batch), slots)
-        masks: dict[tuple[bool, int | None], BlockAttentionMask] = {}
+        visible: dict[tuple[bool, int | None], VisibleKeys] = {}
         for index, layer in enumerate(self._decoder_layers()):
             causal, window = kind = self._attention_kind(index)
-            if kind not in masks:  # layers of one kind share one mask
-                masks[kind] = block_attention_mask(
+            if kind not in visible:  # layers of one kind share it
+                visible[kind] = visible_blocks(
                     anchors.document_start,
                     anchors.index,
-                    context_length=context.shape[1],
                     block_queries=slots,
                     block_keys=slots,
                     causal=causal,
-                    dtype=x.dtype,
                     window=window,
+                    block_valid=anchors.valid,
                 )
             key, value = layer.self_attn.key_value(context, context_rotation)
             attend = partial(
@@ -207,7 +217,7 @@ class DFlash(Speculator):
                 context_end=anchors.index,
                 causal=causal,
                 window=window,
-                mask=masks[kind],
+                visible=visible[kind],
             )
             x = layer(x, rotation, attend)
         hidden: Tensor = self.norm(x)
@@ -226,27 +236,41 @@ class DFlash(Speculator):
 
     # -- decoding --------------------------------------------------------------------------------------------
 
-    def new_state(self, rows: int, max_length: int, device: torch.device, dtype: torch.dtype) -> DraftState:
+    def new_state(self, rows: int, max_length: int, device: torch.device, dtype: torch.dtype) -> InjectionState:
         """Preallocated keys and values of every layer's injected context."""
-        return DraftState.allocate(self.config.layers, rows, max_length, device, dtype)
+        config, layers = self.config.layers, self._decoder_layers()
+        attentions = [layer.self_attn for layer in layers]
+        half = config.head_dim // 2
+        rotation = self._rotary(torch.arange(max_length, device=device))
+        weights = InjectionWeights.stack(
+            [attention.k_proj.weight for attention in attentions],
+            [attention.v_proj.weight for attention in attentions],
+            [attention.k_norm.weight for attention in attentions if attention.k_norm is not None],
+            config.rms_norm_eps,
+            rotation.cosine[:, 0, :half],
+            rotation.sine[:, 0, :half],
+            [part.bias for a in attentions for part in (a.k_proj, a.v_proj)] if config.attention_bias else None,
+        )
+        return InjectionState(DraftState.allocate(config, rows, max_length, device, dtype), weights)
 
-    def observe(self, state: DraftState, observation: Observation) -> None:
+    def observe(self, state: InjectionState, observation: Observation) -> None:
         """Inject the new tokens' features as keys and values of every layer; the input gets no longer."""
         features = self.context_features(observation.hidden_states)
-        width = features.shape[1]
-        rotation = self._rotary(observation.start[:, None] + torch.arange(width, device=features.device))
-        for index, layer in enumerate(self._decoder_layers()):
-            state.write(index, observation.start, *layer.self_attn.key_value(features, rotation))
-        state.commit(observation)
+        kv_injection(features, state.weights, observation.start, observation.counts, state.cache.memory)
+        state.cache.commit(observation)
 
-    def decode_hidden(self, state: DraftState, anchor: Tensor, num_draft_tokens: int) -> Tensor:
+    def decode_hidden(self, state: InjectionState, anchor: Tensor, num_draft_tokens: int) -> Tensor:
         """Hidden states [rows, K, hidden] of the draft slots, after the final norm."""
-        slots = num_draft_tokens + (not self.config.sample_from_anchor)
-        rotation: Rotation = self._rotary(state.lengths[:, None, None] + torch.arange(slots, device=anchor.device))
-        start, end = torch.zeros_like(state.lengths)[:, None], state.lengths[:, None]
-        x = self.block_inputs(anchor, slots)[:, None]
+        assert self.config.mask_token_id is not None
+        cache, slots = state.cache, num_draft_tokens + (not self.config.sample_from_anchor)
+        inputs = cache.draft_inputs(
+            anchor[:, None], torch.ones_like(anchor), anchor, cache.lengths, mask_slots=slots - 1, mask_token_id=self.config.mask_token_id
+        )
+        rotation: Rotation = self._rotary(inputs.positions.view(-1, 1, slots))
+        start, end = torch.zeros_like(cache.lengths)[:, None], cache.lengths[:, None]
+        x = self.verifier.embed(inputs.input_ids).to(self.compute_dtype()).view(len(anchor), 1, slots, -1)
         for index, layer in enumerate(self._decoder_layers()):
-            key, value = state.context(index)
+            key, value = cache.context(index)
             causal, window = self._attention_kind(index)
             attend = partial(
                 block_attention,
@@ -260,7 +284,7 @@ class DFlash(Speculator):
             x = layer(x, rotation, attend)
         return self.draft_slots(self.norm(x))[:, 0]
 
-    def propose(self, state: DraftState, anchor: Tensor, sampler: DraftSampler, num_draft_tokens: int) -> Proposal:
+    def propose(self, state: InjectionState, anchor: Tensor, sampler: DraftSampler, num_draft_tokens: int) -> Proposal:
         """Draw every slot independently of the others, all from one pass."""
         logits = self.draft_logits(self.decode_hidden(state, anchor, num_draft_tokens))
         sampler.draw_block(self.to_verifier_vocabulary(logits))

@@ -20,7 +20,9 @@ from speculators.algorithms.warm_start import continued_config
 from speculators.config import SpeculatorConfig
 from speculators.decoding.proposal import Observation
 from speculators.errors import ConfigError
-from speculators.kernels.block_attention import BlockAttentionMask, block_attention, block_attention_mask
+from speculators.kernels.block_attention import attention, block_attention
+from speculators.kernels.hidden_state_scatter import hidden_state_scatter
+from speculators.kernels.visible_keys import VisibleKeys, visible_documents
 from speculators.speculator import Speculator, VerifierWeights
 from speculators.training.batch import TrainingBatch
 
@@ -68,10 +70,15 @@ def fusion_caveats(config: InputFusionConfig) -> list[str]:
 
 @dataclass
 class InputFusionState:
-    """Draft state: keys and values of the committed pairs, and the pairs observed since the last pass."""
+    """Draft state: keys and values of the committed pairs, and the pairs observed since the last pass.
+
+    placeholder, mask_token_id: [hidden] and id, what fills MASK slots, for drafters that have them.
+    """
 
     cache: DraftState
     pending: Observation | None = None
+    placeholder: Tensor | None = None
+    mask_token_id: int | None = None
 
 
 @dataclass(frozen=True)
@@ -181,30 +188,23 @@ class InputFusion(Speculator):
         The last token of a row has no successor; its slot is computed with a placeholder that nothing looks at.
         """
         following = batch.input_ids.roll(-1, dims=1)
-        rotation = self._rotary(batch.position_ids[:, :, None])
-        index = torch.arange(following.shape[1], device=following.device).expand_as(following)
-        start = index - batch.position_ids
-        x, embedding = self.fuse(batch.hidden_states)[:, :, None], self.embed(following)[:, :, None]
+        rotation = self._rotary(batch.position_ids)
+        x, embedding = self.fuse(batch.hidden_states), self.embed(following)
         keys: list[Tensor] = []
         values: list[Tensor] = []
-        masks: dict[int | None, BlockAttentionMask] = {}
+        visible: dict[int | None, VisibleKeys] = {}
         for number, layer in enumerate(self.decoder_layers()):
             window = self.config.layers.window(number)
-            if window not in masks:
-                # Every token is a block of one slot: it sees its document up to the token before it, and itself.
-                masks[window] = block_attention_mask(
-                    start, index, context_length=index.shape[1], block_queries=1, block_keys=1, causal=True, window=window, dtype=x.dtype
-                )
+            if window not in visible:
+                visible[window] = visible_documents(batch.position_ids, window=window)
 
-            def attend(query: Tensor, key: Tensor, value: Tensor, number: int = number, window: int | None = window) -> Tensor:
-                keys.append(key[:, :, 0])
-                values.append(value[:, :, 0])
-                return block_attention(
-                    query, key, value, keys[number], values[number], start, index, causal=True, window=window, mask=masks[window]
-                )
+            def attend(query: Tensor, key: Tensor, value: Tensor, window: int | None = window) -> Tensor:
+                keys.append(key)
+                values.append(value)
+                return attention(query, None, None, key, value, visible[window])
 
             x = layer(x, rotation, attend, embedding)
-        return DepthZero(x[:, :, 0], keys, values)
+        return DepthZero(x, keys, values)
 
     @staticmethod
     def at_pairs(values: Tensor, anchors: Anchors) -> Tensor:
@@ -236,21 +236,30 @@ class InputFusion(Speculator):
         observed = state.pending
         assert observed is not None, "propose needs an observation since the last one"
         state.pending = None
-        width = observed.token_ids.shape[1] + mask_slots
-        slot = torch.arange(width, device=observed.counts.device)
-        hidden = self.fuse(observed.hidden_states)
-        embedding = self.embed(observed.next_token_ids)
+        rows, width = observed.token_ids.shape
+        hidden, last = self.fuse(observed.hidden_states), (observed.counts - 1).clamp_min(0)[:, None]
         if mask_slots:
-            # Mask slots follow each row's own last pair; what lies past them is never looked at.
-            real = (slot < observed.counts[:, None])[..., None]
-            masked_hidden, masked_embedding = self.masked_inputs()
-            hidden = torch.where(real, nn.functional.pad(hidden, (0, 0, 0, mask_slots)), masked_hidden)
-            embedding = torch.where(real, nn.functional.pad(embedding, (0, 0, 0, mask_slots)), masked_embedding)
-        rotation = self._rotary((observed.start[:, None] + slot)[:, None])
+            # MASK slots follow each row's own last pair; what lies past them is never looked at.
+            assert state.placeholder is not None and state.mask_token_id is not None
+            inputs = state.cache.draft_inputs(
+                observed.token_ids,
+                observed.counts,
+                observed.next_token_ids.gather(1, last)[:, 0],
+                observed.start,
+                mask_slots=mask_slots,
+                mask_token_id=state.mask_token_id,
+            )
+            width += mask_slots
+            hidden = hidden_state_scatter(hidden.flatten(0, 1), inputs.hidden_rows, state.placeholder).view(rows, width, -1)
+            embedding, positions = self.embed(inputs.input_ids.view(rows, width)), inputs.positions.view(rows, width)
+        else:
+            embedding = self.embed(observed.next_token_ids)
+            positions = observed.start[:, None] + torch.arange(width, device=observed.start.device)
+        rotation = self._rotary(positions[:, None])
         x = self.run_block(state.cache, hidden, embedding, rotation, observed.start)
         state.cache.commit(observed)
-        last = (observed.counts - 1).clamp_min(0)[:, None] + slot[: 1 + mask_slots]
-        return x.gather(1, last[..., None].expand(-1, -1, x.shape[-1]))
+        sampled = last + torch.arange(1 + mask_slots, device=last.device)
+        return x.gather(1, sampled[..., None].expand(-1, -1, x.shape[-1]))
 
     def run_block(self, cache: DraftState, hidden: Tensor, embedding: Tensor, rotation: Any, start: Tensor, ahead: int = 0) -> Tensor:
         """All layers over one causal block a row, [rows, width, hidden], that continues the cache at `start`.

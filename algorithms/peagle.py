@@ -25,7 +25,8 @@ from speculators.algorithms.objective import Objective, block_loss, on_device
 from speculators.algorithms.options import default_mask_token
 from speculators.config import SpeculatorConfig
 from speculators.decoding.proposal import DraftSampler, Proposal
-from speculators.kernels.block_attention import BlockAttentionMask, block_attention, block_attention_mask
+from speculators.kernels.block_attention import block_attention
+from speculators.kernels.visible_keys import VisibleKeys, visible_blocks
 from speculators.registry import VllmServing, register_algorithm
 from speculators.speculator import VerifierWeights
 from speculators.training.batch import LossOutput, TrainingBatch
@@ -215,27 +216,24 @@ class PEagle(InputFusion):
         rotation = self._rotary(position)
         hidden, embedding = (x.expand(*position.shape, -1) for x in self.masked_inputs())
         x = hidden
-        masks: dict[int | None, BlockAttentionMask] = {}
+        visible: dict[int | None, VisibleKeys] = {}
         for number, layer in enumerate(self.decoder_layers()):
             window = self.config.layers.window(number)
-            if window not in masks:
-                masks[window] = block_attention_mask(
-                    start,
-                    end,
-                    context_length=stream.hidden.shape[1],
-                    block_queries=depths,
-                    block_keys=depths,
-                    causal=True,
-                    window=window,
-                    dtype=x.dtype,
-                )
+            if window not in visible:
+                visible[window] = visible_blocks(start, end, block_queries=depths, block_keys=depths, causal=True, window=window)
 
             def attend(query: Tensor, key: Tensor, value: Tensor, number: int = number, window: int | None = window) -> Tensor:
                 context = stream.keys[number], stream.values[number]
-                return block_attention(query, key, value, *context, start, end, causal=True, window=window, mask=masks[window])
+                return block_attention(query, key, value, *context, start, end, causal=True, window=window, visible=visible[window])
 
             x = layer(x, rotation, attend, embedding)
         return x
+
+    def new_state(self, rows: int, max_length: int, device: torch.device, dtype: torch.dtype) -> InputFusionState:
+        """Preallocated keys and values of every layer, and what fills MASK slots."""
+        state = super().new_state(rows, max_length, device, dtype)
+        state.placeholder, state.mask_token_id = self.masked_inputs()[0], self.config.mask_token_id
+        return state
 
     def propose(self, state: InputFusionState, anchor: Tensor, sampler: DraftSampler, num_draft_tokens: int) -> Proposal:
         """One pass over the newly observed pairs and K - 1 mask slots; every slot drawn independently."""

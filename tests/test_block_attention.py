@@ -9,7 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from speculators.kernels.block_attention import block_attention, block_attention_mask, block_attention_table
+from speculators.kernels import block_attention as module
+from speculators.kernels.block_attention import Tiles, attention, block_attention, block_attention_table
+from speculators.kernels.visible_keys import VisibleKeys, visible_blocks, visible_documents
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def table_rows(table: Tensor) -> list[str]:
@@ -150,7 +154,7 @@ def test_a_context_starts_where_its_document_starts() -> None:
 
 @pytest.mark.parametrize(
     ("blocks", "queries", "keys", "heads", "key_heads", "dim", "context"),
-    [(3, 4, 4, 2, 2, 8, 9), (5, 3, 5, 6, 2, 5, 13), (1, 7, 7, 9, 3, 8, 31), (1, 2, 3, 4, 1, 8, 0), (2, 1, 1, 2, 1, 4, 7)],
+    [(5, 3, 5, 6, 2, 5, 13), (1, 7, 7, 9, 3, 8, 31), (1, 2, 3, 4, 1, 8, 0), (2, 1, 1, 2, 1, 4, 7)],
     ids=lambda value: str(value),
 )
 @pytest.mark.parametrize(("causal", "window"), [(True, None), (False, None), (True, 4), (False, 3)])
@@ -204,15 +208,178 @@ def test_scale_replaces_the_square_root_of_the_head_size() -> None:
 
 
 @pytest.mark.parametrize("blocks", [1, 3])
-def test_a_mask_built_once_gives_the_same_output(blocks: int) -> None:
+def test_visible_keys_made_once_give_the_same_output(blocks: int) -> None:
     inputs = random_inputs(2, blocks, 3, 4, 4, 2, 8, 9, torch.float32)
     end = torch.randint(0, 10, (2, blocks), generator=torch.Generator().manual_seed(3))
     start, valid = torch.zeros_like(end), torch.arange(2 * blocks).view(2, blocks) % 3 != 1
-    mask = block_attention_mask(
-        start, end, context_length=9, block_queries=3, block_keys=4, causal=True, window=5, block_valid=valid, dtype=torch.float32
-    )
+    visible = visible_blocks(start, end, block_queries=3, block_keys=4, causal=True, window=5, block_valid=valid)
     direct = block_attention(*inputs, start, end, causal=True, window=5, block_valid=valid)
-    assert torch.equal(block_attention(*inputs, start, end, causal=True, mask=mask), direct)
+    assert torch.equal(block_attention(*inputs, start, end, causal=True, visible=visible), direct)
+
+
+def test_documents_are_ordinary_causal_attention_over_the_row_itself() -> None:
+    position = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
+    assert table_rows(visible_documents(position).table(7, 0)[0]) == [
+        "1000000",
+        "1100000",
+        "1110000",
+        "0001000",
+        "0001100",
+        "0001110",
+        "0001111",
+    ]
+    windowed = visible_documents(position, window=2).table(7, 0)[0]
+    assert table_rows(windowed) == ["1000000", "1100000", "0110000", "0001000", "0001100", "0000110", "0000011"]
+
+
+# -- the kernel --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 16 in the interpreter, so that a small case has several in each direction."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(module, "_tiles", lambda _: (Tiles(16, 16, 4, 1),) * 3)
+
+
+def assert_kernel_agrees(inputs: list[Tensor | None], visible: VisibleKeys, tolerance: float) -> None:
+    """Output and all gradients of the kernel against the reference in float64, by the norm of the difference."""
+    ours = [None if x is None else x.to(DEVICE).requires_grad_() for x in inputs]
+    exact = [None if x is None else x.double().requires_grad_() for x in inputs]
+    on_device = VisibleKeys(
+        visible.context_start.to(DEVICE),
+        visible.context_end.to(DEVICE),
+        visible.block_start.to(DEVICE),
+        visible.block_end.to(DEVICE),
+        visible.reach,
+        None if visible.valid is None else visible.valid.to(DEVICE),
+    )
+    output = attention(*ours, on_device, implementation="triton")  # type: ignore[arg-type]
+    expected = attention(*exact, visible, implementation="reference")  # type: ignore[arg-type]
+    upstream = torch.randn(expected.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64).to(output.dtype)
+    leaves, references = [x for x in ours if x is not None], [x for x in exact if x is not None]
+    gradients = torch.autograd.grad(output, leaves, upstream.to(DEVICE))
+    references = torch.autograd.grad(expected, references, upstream.double(), allow_unused=True, materialize_grads=True)
+    assert output.dtype == leaves[0].dtype
+    for found, right in zip([output, *gradients], [expected, *references], strict=True):
+        difference = (found.detach().double().cpu() - right.detach()).norm()
+        assert found.isfinite().all() and float(difference) <= tolerance * float(right.detach().norm()), (difference, right.norm())
+
+
+def flat(inputs: list[Tensor]) -> list[Tensor | None]:
+    """Blocks' queries, keys and values [R, N, B, ...] as [R, N * B, ...]."""
+    return [*(x.flatten(1, 2) for x in inputs[:3]), *inputs[3:]]
+
+
+KERNEL_CASES = [
+    # rows, blocks, queries, keys, heads, key heads, head size, context, causal, window, sorted, invalid block
+    pytest.param(1, 4, 5, 5, 6, 2, 16, 60, True, None, True, False, id="groups-of-three-over-documents"),
+    pytest.param(2, 4, 3, 5, 4, 2, 20, 33, False, None, False, True, id="longer-blocks-unsorted-padded-heads-one-invalid"),
+    pytest.param(1, 3, 7, 7, 2, 1, 16, 129, True, 9, True, False, id="window-causal"),
+    pytest.param(1, 3, 5, 5, 3, 1, 16, 40, False, 4, True, False, id="window-bidirectional"),
+    pytest.param(1, 3, 6, 6, 4, 2, 16, 0, True, None, True, False, id="no-context"),
+]
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize(
+    ("rows", "blocks", "queries", "keys", "heads", "key_heads", "dim", "context", "causal", "window", "ordered", "invalid"), KERNEL_CASES
+)
+def test_the_kernel_equals_the_float64_reference(
+    rows: int,
+    blocks: int,
+    queries: int,
+    keys: int,
+    heads: int,
+    key_heads: int,
+    dim: int,
+    context: int,
+    causal: bool,
+    window: int | None,
+    ordered: bool,
+    invalid: bool,
+) -> None:
+    inputs = random_inputs(rows, blocks, queries, keys, heads, key_heads, dim, context, torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    end = torch.randint(0, context + 1, (rows, blocks), generator=generator)
+    end[:, -1] = context  # the last tile of keys is cut short
+    if ordered:
+        end = end.sort(dim=1).values
+    start = (torch.rand(rows, blocks, generator=generator) * (end + 1)).long()
+    start[:, ::2] = 0
+    valid = torch.arange(blocks).expand(rows, -1) != 1 if invalid else None
+    visible = visible_blocks(start, end, block_queries=queries, block_keys=keys, causal=causal, window=window, block_valid=valid)
+    assert_kernel_agrees(flat(inputs), visible, 1e-5 if DEVICE == "cpu" else 1e-3)
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_the_kernel_in_bfloat16_stays_near_float64() -> None:
+    inputs = random_inputs(1, 4, 5, 5, 6, 2, 16, 60, torch.bfloat16)
+    end = torch.tensor([[7, 30, 44, 60]])
+    assert_kernel_agrees(flat(inputs), visible_blocks(torch.zeros_like(end), end, block_queries=5, block_keys=5, causal=False), 1e-2)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("window", [None, 11])
+def test_the_kernel_computes_causal_attention_of_documents(window: int | None) -> None:
+    query, _, _, key, value = random_inputs(1, 1, 61, 1, 4, 2, 16, 61, torch.float32)
+    position = torch.cat([torch.arange(length) for length in (20, 40, 1)])[None]
+    visible = visible_documents(position, window=window)
+    assert_kernel_agrees([query[:, 0], None, None, key, value], visible, 1e-5 if DEVICE == "cpu" else 1e-3)
+    causal = torch.nn.functional.scaled_dot_product_attention(
+        *(x[0, :20].transpose(0, 1)[None] for x in (query[:, 0], key, value)), is_causal=True, enable_gqa=True
+    )
+    if window is None:
+        first = attention(query[:, 0], None, None, key, value, visible)[:, :20]
+        torch.testing.assert_close(first, causal.transpose(1, 2), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_chains_of_unequal_length_are_ranges_too() -> None:
+    lengths, anchors = torch.tensor([3, 1, 4, 2]), torch.tensor([2, 9, 20, 30])
+    first = lengths.cumsum(0) - lengths
+    chain = torch.repeat_interleave(torch.arange(4), lengths)
+    slot = torch.arange(int(lengths.sum())) - first[chain]
+    end = anchors[chain][None]
+    visible = VisibleKeys.of_queries(
+        torch.zeros_like(end), end, first[chain][None], lengths[chain][None], slot[None], causal=True, window=None, reach=4
+    )
+    query, key, value, context_key, context_value = random_inputs(1, 1, 10, 10, 4, 2, 16, 33, torch.float32)
+    inputs = [query[:, 0], key[:, 0], value[:, 0], context_key, context_value]
+    output = attention(*inputs, visible)
+    assert_kernel_agrees(inputs, visible, 1e-5 if DEVICE == "cpu" else 1e-3)
+    for number, (begin, length) in enumerate(zip(first.tolist(), lengths.tolist(), strict=True)):
+        part = slice(begin, begin + length)
+        alone = block_attention(
+            *(x[:, None, part] for x in inputs[:3]),
+            context_key,
+            context_value,
+            torch.zeros(1, 1, dtype=torch.int64),
+            anchors[None, number : number + 1],
+            causal=True,
+        )
+        torch.testing.assert_close(output[:, part], alone[:, 0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("group", [1, 3, 4])
+def test_a_key_tile_meets_every_query_that_sees_it_and_is_masked_where_one_does_not(group: int) -> None:
+    generator = torch.Generator().manual_seed(group)
+    queries, keys, tiles = 50, 75, Tiles(16, 16, 4, 1)
+    for ordered in (True, False):
+        end = torch.randint(0, keys + 1, (2, queries), generator=generator)
+        end = end.sort(dim=1).values if ordered else end
+        start = (torch.rand(2, queries, generator=generator) * end).long() // 20 * 20
+        schedule = module._key_schedule(start, end, keys, group, tiles)
+        for row in range(2):
+            for tile, (low, first, last, high) in enumerate(schedule[row].tolist()):
+                begin, stop = tile * 16, min(tile * 16 + 16, keys)
+                assert low <= first <= last <= high
+                for query in range(queries):
+                    own = range(query * group // 16, (query * group + group - 1) // 16 + 1)
+                    sees = max(int(start[row, query]), begin) < min(int(end[row, query]), stop)
+                    whole = int(start[row, query]) <= begin and int(end[row, query]) >= stop
+                    assert not sees or all(low <= number < high for number in own)
+                    assert whole or not any(first <= number < last for number in own)
 
 
 # -- isolation ---------------------------------------------------------------------------------------------------
@@ -274,53 +441,9 @@ def test_a_block_without_context_attends_to_itself_alone() -> None:
     torch.testing.assert_close(output, torch.einsum("rnhij,rnjhd->rnihd", scores.softmax(-1), block_value), rtol=1e-12, atol=1e-12)
 
 
-# -- CUDA --------------------------------------------------------------------------------------------------------
-
-on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="kernels and graphs of CUDA")
-
-
-@on_cuda
-@pytest.mark.parametrize("only", [True, False], ids=["memory-efficient", "default"])
-@pytest.mark.parametrize("blocks", [1, 5])
-def test_cuda_backends_take_the_mask_and_agree_with_float64(blocks: int, only: bool) -> None:
-    inputs = random_inputs(2, blocks, 7, 7, 6, 2, 64, 61, torch.bfloat16)
-    end = torch.randint(1, 62, (2, blocks), generator=torch.Generator().manual_seed(3))
-    start = torch.zeros_like(end)
-    exact = [x.double().requires_grad_() for x in inputs]
-    expected = attention_by_definition(*exact, start, end, causal=False)
-    leaves = [x.cuda().requires_grad_() for x in inputs]
-    backends = [SDPBackend.EFFICIENT_ATTENTION] if only else [SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
-    with sdpa_kernel(backends):
-        actual = block_attention(*leaves, start.cuda(), end.cuda(), causal=False)
-        gradients = torch.autograd.grad(actual.float().square().sum(), leaves)
-    torch.testing.assert_close(actual.double().cpu(), expected, rtol=2e-2, atol=2e-2)
-    for ours, theirs in zip(gradients, torch.autograd.grad(expected.square().sum(), exact), strict=True):
-        assert float((ours.double().cpu() - theirs).norm() / theirs.norm()) < 3e-2
-
-
-@on_cuda
-@pytest.mark.parametrize("blocks", [1, 5])
-def test_block_attention_replays_as_a_cuda_graph(blocks: int) -> None:
-    inputs = [x.cuda() for x in random_inputs(2, blocks, 7, 7, 6, 2, 64, 61, torch.bfloat16)]
-    end = torch.full((2, blocks), 9, device="cuda")
-    start = torch.zeros_like(end)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        block_attention(*inputs, start, end, causal=True)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        replayed = block_attention(*inputs, start, end, causal=True)
-    end.fill_(60)
-    graph.replay()
-    torch.testing.assert_close(replayed, block_attention(*inputs, start, end, causal=True))
-
-
-@pytest.mark.parametrize("blocks", [1, 36, 37, 75])
+@pytest.mark.parametrize("blocks", [1, 37, 75])
 def test_blocks_in_several_groups_attend_as_in_one(blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than 256 queries a row go through in groups; what a block sees does not depend on its group."""
-    from speculators.kernels import block_attention as module
-
     generator = torch.Generator().manual_seed(blocks)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -333,3 +456,97 @@ def test_blocks_in_several_groups_attend_as_in_one(blocks: int, monkeypatch: pyt
     grouped = module.block_attention(*arguments, causal=False)
     monkeypatch.setattr(module, "_GROUP_QUERIES", 10**6)
     torch.testing.assert_close(grouped, module.block_attention(*arguments, causal=False), atol=1e-12, rtol=1e-12)
+
+
+# -- CUDA --------------------------------------------------------------------------------------------------------
+
+on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="kernels and graphs of CUDA")
+
+
+@on_cuda
+@pytest.mark.parametrize("only", [True, False], ids=["memory-efficient", "default"])
+@pytest.mark.parametrize("blocks", [1, 5])
+def test_cuda_backends_of_the_reference_take_the_mask_and_agree_with_float64(blocks: int, only: bool) -> None:
+    inputs = random_inputs(2, blocks, 7, 7, 6, 2, 64, 61, torch.bfloat16)
+    end = torch.randint(1, 62, (2, blocks), generator=torch.Generator().manual_seed(3))
+    start = torch.zeros_like(end)
+    exact = [x.double().requires_grad_() for x in inputs]
+    expected = attention_by_definition(*exact, start, end, causal=False)
+    leaves = [x.cuda().requires_grad_() for x in inputs]
+    backends = [SDPBackend.EFFICIENT_ATTENTION] if only else [SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+    with sdpa_kernel(backends):
+        actual = block_attention(*leaves, start.cuda(), end.cuda(), causal=False, implementation="reference")
+        gradients = torch.autograd.grad(actual.float().square().sum(), leaves)
+    torch.testing.assert_close(actual.double().cpu(), expected, rtol=2e-2, atol=2e-2)
+    for ours, theirs in zip(gradients, torch.autograd.grad(expected.square().sum(), exact), strict=True):
+        assert float((ours.double().cpu() - theirs).norm() / theirs.norm()) < 3e-2
+
+
+def cuda_case(blocks: int, context: int, dim: int = 128, heads: int = 8, key_heads: int = 2) -> tuple[list[Tensor], Tensor]:
+    """bfloat16 leaves of one row of blocks of 16, and their ascending context ends."""
+    inputs = [x.cuda().requires_grad_() for x in random_inputs(1, blocks, 16, 16, heads, key_heads, dim, context, torch.bfloat16)]
+    end = torch.randint(1, context + 1, (1, blocks), generator=torch.Generator().manual_seed(3)).sort(dim=1).values
+    return inputs, end.cuda()
+
+
+@on_cuda
+@pytest.mark.parametrize(("dim", "heads", "key_heads"), [(64, 9, 3), (96, 8, 2), (128, 32, 8), (256, 4, 1)])
+def test_every_head_size_agrees_with_float64_at_real_tile_sizes(dim: int, heads: int, key_heads: int) -> None:
+    inputs, end = cuda_case(37, 777, dim, heads, key_heads)
+    visible = visible_blocks(torch.zeros_like(end).cpu(), end.cpu(), block_queries=16, block_keys=16, causal=False)
+    assert_kernel_agrees(flat([x.detach().cpu() for x in inputs]), visible, 1e-2)
+
+
+@on_cuda
+def test_gradients_have_the_same_bits_every_time() -> None:
+    inputs, end = cuda_case(150, 3000)
+
+    def gradients() -> tuple[Tensor, ...]:
+        output = block_attention(*inputs, torch.zeros_like(end), end, causal=True)
+        return torch.autograd.grad(output.float().square().sum(), inputs)
+
+    for first, second in zip(gradients(), gradients(), strict=True):
+        assert torch.equal(first, second)
+
+
+@on_cuda
+def test_nothing_is_compiled_for_another_number_of_blocks() -> None:
+    from triton import knobs
+
+    def step(blocks: int, context: int) -> None:
+        inputs, end = cuda_case(blocks, context)
+        torch.autograd.grad(block_attention(*inputs, torch.zeros_like(end), end, causal=False).sum(), inputs)
+
+    step(40, 512)
+    compiled: list[object] = []
+    knobs.runtime.jit_post_compile_hook = lambda **found: compiled.append(found)
+    try:
+        step(41, 513)
+        step(128, 2048)
+    finally:
+        knobs.runtime.jit_post_compile_hook = None
+    assert not compiled
+
+
+@on_cuda
+@pytest.mark.parametrize("blocks", [1, 5])
+def test_block_attention_replays_as_a_cuda_graph(blocks: int) -> None:
+    inputs, end = cuda_case(blocks, 61)
+    start = torch.zeros_like(end)
+
+    def step() -> tuple[Tensor, ...]:
+        output = block_attention(*inputs, start, end, causal=True)
+        return output, *torch.autograd.grad(output.float().square().sum(), inputs)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = step()
+    end.fill_(60)
+    graph.replay()
+    for ours, eager in zip(replayed, step(), strict=True):
+        torch.testing.assert_close(ours, eager)
