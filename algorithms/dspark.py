@@ -13,7 +13,7 @@ from speculators.algorithms.dflash import DFlash, DFlashConfig, DFlashOptions, D
 from speculators.algorithms.heads import ConfidenceHead, MarkovHead, MarkovKind
 from speculators.algorithms.layers import DraftState, initialise
 from speculators.algorithms.objective import block_loss
-from speculators.decoding.proposal import DraftSampler, Proposal
+from speculators.decoding.proposal import ConfidenceSource, DraftSampler, Proposal
 from speculators.registry import VllmServing, register_algorithm
 from speculators.speculator import VerifierWeights
 from speculators.training.batch import LossOutput, TrainingBatch
@@ -112,6 +112,11 @@ class DSpark(DFlash):
             "enable_confidence_head": options.enable_confidence_head,
             "confidence_head_with_markov": options.enable_confidence_head and options.markov_rank > 0,
         }
+
+    @property
+    def confidence_source(self) -> ConfidenceSource:
+        """The confidence head, unless it was left out."""
+        return "probability" if self.confidence_head is None else "head"
 
     def confidence_logits(self, hidden: Tensor, previous: Tensor) -> Tensor:
         """Confidence logits [...] of slots [..., hidden] after tokens `previous` [...]."""

@@ -154,6 +154,8 @@ class Eagle3(InputFusion):
         hidden, token = self.run_pending(state, 0), anchor
         for step in range(num_draft_tokens):
             if step:
+                if sampler.enough:
+                    break
                 start = state.cache.lengths + step - 1
                 rotation = self._rotary(start[:, None, None])
                 hidden = self.run_block(state.cache, self._feedback(hidden), self.embed(token)[:, None], rotation, start, step)

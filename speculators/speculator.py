@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from speculators.config import SpeculatorConfig
-from speculators.decoding.proposal import DraftSampler, Observation, Proposal
+from speculators.decoding.calibration import Calibration, stored_calibrations
+from speculators.decoding.proposal import ConfidenceSource, DraftSampler, Observation, Proposal
 from speculators.errors import ConfigError, PairingError
 from speculators.registry import VllmServing
 from speculators.training.batch import LossOutput, TrainingBatch
@@ -276,6 +277,22 @@ class Speculator(nn.Module, ABC):
     def default_draft_tokens(self) -> int:
         """K when the caller names none: `speculative_tokens` of the checkpoint."""
         return self.config.num_draft_tokens
+
+    @property
+    def confidence_source(self) -> ConfidenceSource:
+        """Its own draft probabilities; an algorithm with a confidence head says "head"."""
+        return "probability"
+
+    @property
+    def calibrations(self) -> list[Calibration]:
+        """What `speculators calibrate` stored with the checkpoint.
+
+        Raises:
+            CheckpointError: an entry cannot be read.
+        """
+        from speculators.checkpoint.native import EXTRA_KEY
+
+        return stored_calibrations(getattr(self.config, EXTRA_KEY, None))
 
     @abstractmethod
     def training_loss(self, batch: TrainingBatch) -> LossOutput:

@@ -276,10 +276,26 @@ def test_an_output_that_the_file_system_refuses_is_one_sentence(monkeypatch: pyt
     assert "out.json (Permission denied)" in refused(tmp_path, "methods", "--json", tmp_path / "out.json")
 
 
-def test_an_error_after_the_reply_has_begun_stands_on_its_own_line(world: World, tmp_path: Path) -> None:
-    common = ("--verifier", world.verifier, "--dtype", "float32", "--device", "cpu")
-    result = run("generate", "w5 w6", *common, "--speculator", world.drafter, "--confidence-threshold", 0.5)
-    assert result.exit_code == 2 and "confidence head" in result.stderr
+def test_a_threshold_without_confidence_is_refused_before_the_reply_begins(world: World, tmp_path: Path) -> None:
+    arguments = ("generate", "w5 w6", "--verifier", world.verifier, "--speculator", "prompt_lookup", "--confidence-threshold", 0.5)
+    assert "PromptLookup has none" in refused(tmp_path, *arguments)
+    assert run(*arguments).stdout == ""
+
+
+def test_draft_tokens_without_a_drafter_are_refused(world: World, tmp_path: Path) -> None:
+    arguments = ("generate", "w5 w6", "--verifier", "never looked at")
+    assert "--k needs --speculator" in refused(tmp_path, *arguments, "--k", 3)
+    assert "--confidence-threshold needs --speculator" in refused(tmp_path, *arguments, "--confidence-threshold", 0.5)
+    assert "'several' must be a number or 'auto'" in refused(tmp_path, *arguments, "--speculator", "prompt_lookup", "--k", "several")
+
+
+def test_an_error_after_the_reply_has_begun_stands_on_its_own_line(world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def broken(*arguments: object) -> None:
+        raise ConfigError("the third round failed")
+
+    monkeypatch.setattr("speculators.decoding.engine.Batch.round", broken)
+    result = run("generate", "w5 w6", "--verifier", world.verifier, "--dtype", "float32", "--device", "cpu")
+    assert result.exit_code == 2 and "the third round failed" in result.stderr
     assert result.stdout.endswith("\n")
 
 

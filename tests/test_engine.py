@@ -13,6 +13,7 @@ from toy_drafters import BlockTable, Constant, Oracle, RandomTokens, SequentialT
 from speculators.decoding import engine
 from speculators.decoding.cache import KeyValueCache
 from speculators.decoding.engine import Generation, generate
+from speculators.decoding.length_schedules import ConfidenceThreshold, FixedLength, PrefixScheduler
 from speculators.decoding.prompt_lookup import PromptLookup, PromptLookupState
 from speculators.decoding.proposal import DraftSampler, Observation, Proposal
 from speculators.decoding.sampling import SamplingParams
@@ -196,6 +197,91 @@ def test_drafter_is_asked_for_the_same_number_of_drafts_in_every_round() -> None
     assert set(asked) == {5}
 
 
+@pytest.mark.parametrize("prefill_width", [512, 3])
+def test_drafters_are_told_how_long_rows_can_be_without_asking_the_device(prefill_width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "PREFILL_WIDTH", prefill_width)
+    for drafter in (oracle(), oracle([0, 2]), RandomTokens(VOCABULARY)):
+        generate(verifier(), drafter, PROMPTS, SamplingParams(max_new_tokens=20, ignore_eos=True), num_draft_tokens=4)
+        for o in drafter.state.observations:
+            longest = int((o.start + o.counts).max())
+            assert o.longest is not None and longest <= o.longest <= longest + o.token_ids.shape[1]
+
+
+# -- lengths that change from round to round -----------------------------------------------------------------
+
+
+class Rotating(FixedLength):
+    """Drafts 0, 1, 2, 3, 0, 1, .. tokens."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def draft_tokens(self, limit: int) -> int:
+        self.asked.append(len(self.asked) % (limit + 1))
+        return self.asked[-1]
+
+
+def test_rounds_draft_and_verify_no_more_than_the_schedule_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = plain(12, PROMPTS[:1]).token_ids
+    widths: list[int] = []
+    drafted: list[int] = []
+    forward = Verifier.forward
+
+    def spy(self: Verifier, input_ids: Tensor, cache: KeyValueCache, taps: tuple[int, ...] = ()) -> VerifierOutput:
+        widths.append(input_ids.shape[1])
+        return forward(self, input_ids, cache, taps)
+
+    class Asked(SequentialTable):
+        def propose(self, state: ToyState, anchor: Tensor, sampler: DraftSampler, num_draft_tokens: int) -> Proposal:
+            drafted.append(num_draft_tokens)
+            return super().propose(state, anchor, sampler, num_draft_tokens)
+
+    monkeypatch.setattr(Verifier, "forward", spy)
+    schedule = Rotating()
+    sampling = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    result = generate(verifier(), Asked(VOCABULARY), PROMPTS[:1], sampling, num_draft_tokens=3, schedule=schedule)
+    assert result.token_ids == expected
+    assert drafted == [k for k in schedule.asked if k], "rounds without drafts do not ask the drafter"
+    budget = [12 - 1 - sum(r.emitted for r in result.rounds[0][:i]) - 1 for i in range(len(result.rounds[0]))]
+    assert widths[1:] == [1 + min(k, left) for k, left in zip(schedule.asked, budget, strict=True)]
+
+
+def test_a_sequential_drafter_stops_where_every_block_will_be_cut() -> None:
+    calls: list[int] = []
+
+    class Counted(SequentialTable):
+        def propose(self, state: ToyState, anchor: Tensor, sampler: DraftSampler, num_draft_tokens: int) -> Proposal:
+            proposal = super().propose(state, anchor, sampler, num_draft_tokens)
+            calls.append(proposal.token_ids.shape[1])
+            return proposal
+
+    sampling = SamplingParams(max_new_tokens=16, ignore_eos=True)
+    never = generate(verifier(), Counted(VOCABULARY), PROMPTS, sampling, schedule=ConfidenceThreshold(1.0))
+    assert set(calls) == {1}, "one draft shows a confidence below 1, and no further pass is made"
+    assert never.token_ids == plain(16).token_ids and {r.proposed for row in never.rounds for r in row} == {0}
+    calls.clear()
+    always = generate(verifier(), Counted(VOCABULARY), PROMPTS, sampling, schedule=ConfidenceThreshold(0.0))
+    assert always.token_ids == plain(16).token_ids and max(calls) == 4
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafters_without_a_confidence_head_are_cut_by_their_own_probabilities(temperature: float) -> None:
+    seen: list[Tensor] = []
+
+    class Seen(ConfidenceThreshold):
+        def lengths(self, confidence: Tensor | None, available: Tensor, active: Tensor) -> Tensor:
+            assert confidence is not None
+            seen.append(confidence)
+            return super().lengths(confidence, available, active)
+
+    drafter = BlockTable(VOCABULARY)
+    sampling = SamplingParams(max_new_tokens=2, temperature=temperature)
+    result = generate(verifier(), drafter, PROMPTS, sampling, schedule=Seen(0.5))
+    anchors = torch.tensor([reply[0] for reply in result.token_ids])
+    expected = drafter.logits[anchors, :4].softmax(-1).amax(-1)  # no token enters: it may decide whether the token is verified
+    torch.testing.assert_close(seen[0], expected)
+
+
 def test_losing_the_draft_state_in_the_middle_leaves_the_output_unchanged() -> None:
     class Forgetful(PromptLookup):
         def observe(self, state: PromptLookupState, observation: Observation) -> None:
@@ -310,11 +396,23 @@ def test_more_drafts_than_the_drafter_proposes_are_refused_naming_both() -> None
         generate(verifier(), BlockTable(VOCABULARY), PROMPTS, num_draft_tokens=0)
 
 
-def test_confidence_threshold_needs_a_drafter_with_confidence() -> None:
-    with pytest.raises(ConfigError, match="needs a drafter with a confidence head, and RandomTokens has none"):
+def test_a_threshold_needs_a_drafter_with_confidence_and_is_refused_before_the_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Verifier, "forward", lambda *args: pytest.fail("nothing may run"))
+    with pytest.raises(ConfigError, match=r"confidence_threshold 0\.5 needs a drafter with a confidence .* RandomTokens has none"):
         generate(verifier(), RandomTokens(VOCABULARY), PROMPTS, confidence_threshold=0.5)
+    with pytest.raises(ConfigError, match="PrefixScheduler needs a drafter with a confidence"):
+        generate(verifier(), RandomTokens(VOCABULARY), PROMPTS, schedule=PrefixScheduler(torch.ones(20)))
     with pytest.raises(ConfigError, match=r"confidence_threshold 1\.5 must be between 0"):
         generate(verifier(), RandomTokens(VOCABULARY), PROMPTS, confidence_threshold=1.5)
+
+
+def test_two_ways_to_choose_lengths_are_refused() -> None:
+    with pytest.raises(ConfigError, match="confidence_threshold and schedule each choose"):
+        generate(verifier(), BlockTable(VOCABULARY), PROMPTS, confidence_threshold=0.5, schedule=FixedLength())
+    with pytest.raises(ConfigError, match="num_draft_tokens='auto' and confidence_threshold each choose"):
+        generate(verifier(), BlockTable(VOCABULARY), PROMPTS, confidence_threshold=0.5, num_draft_tokens="auto")
+    with pytest.raises(ConfigError, match="'several' must be a number or 'auto'"):
+        generate(verifier(), BlockTable(VOCABULARY), PROMPTS, num_draft_tokens="several")  # type: ignore[arg-type]
 
 
 def test_unusable_prompts_are_refused_naming_the_prompt() -> None:

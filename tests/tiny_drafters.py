@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from speculators.decoding.proposal import Observation, Proposal
+from speculators.kernels.markov_sampling import MarkovChain
 from speculators.registry import get_algorithm
 from speculators.speculator import Speculator, VerifierWeights
 from speculators.training.batch import TrainingBatch
@@ -70,6 +72,8 @@ def packed_batch(documents: list[int], prompt: int = 3, dtype: torch.dtype = tor
 class TeacherForcing:
     """A draft sampler that "draws" given tokens and records the logits it was offered."""
 
+    enough = False
+
     def __init__(self, tokens: Tensor) -> None:
         self.tokens = tokens  # [rows, K]
         self.logits: list[Tensor] = []
@@ -83,6 +87,10 @@ class TeacherForcing:
         """Record all slots."""
         self.logits.extend(logits.unbind(1))
         return self.tokens[:, : logits.shape[1]]
+
+    def draw_chain(self, chain: MarkovChain, widen: Callable[[Tensor], Tensor]) -> Tensor:
+        """Record all slots, each after the token given before it."""
+        return chain.slot_by_slot(lambda logits: self.draw(widen(logits)))
 
     def point_mass(self, token_ids: Tensor, lengths: Tensor | None = None) -> Proposal:
         """Not used by speculators."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from speculators.decoding.proposal import DraftSampler, Observation, Proposal
+from speculators.decoding.proposal import ConfidenceSource, DraftSampler, Observation, Proposal
 
 
 @dataclass
@@ -26,6 +26,7 @@ class ToyDrafter:
     aux_hidden_state_layer_ids: tuple[int, ...] = ()
     max_draft_tokens = 16
     default_draft_tokens = 4
+    confidence_source: ConfidenceSource = "none"
 
     def new_state(self, rows: int, max_length: int, device: torch.device, dtype: torch.dtype) -> ToyState:
         self.state = ToyState(torch.zeros(rows, dtype=torch.int64, device=device), max_length)
@@ -95,6 +96,8 @@ class Constant(ToyDrafter):
 class BlockTable(ToyDrafter):
     """Parallel drafter: slot k's logits depend on the anchor and on k. `confidence`: a constant for every slot, one a slot."""
 
+    confidence_source = "probability"
+
     def __init__(self, vocab_size: int, seed: int = 0, scale: float = 1.5, confidence: Sequence[float] | None = None) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.logits = scale * torch.randn(vocab_size, self.max_draft_tokens, vocab_size, generator=generator)
@@ -111,11 +114,15 @@ class BlockTable(ToyDrafter):
 class SequentialTable(ToyDrafter):
     """Autoregressive drafter: the logits of a slot depend on the token before it."""
 
+    confidence_source = "probability"
+
     def __init__(self, vocab_size: int, seed: int = 0, scale: float = 1.5) -> None:
         self.logits = scale * torch.randn(vocab_size, vocab_size, generator=torch.Generator().manual_seed(seed))
 
     def propose(self, state: ToyState, anchor: Tensor, sampler: DraftSampler, num_draft_tokens: int) -> Proposal:
         token = anchor
-        for _ in range(num_draft_tokens):
+        for step in range(num_draft_tokens):
+            if step and sampler.enough:
+                break
             token = sampler.draw(self.logits[token])
         return sampler.proposal()

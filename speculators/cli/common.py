@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -24,6 +24,9 @@ VerifierOption = Annotated[str, typer.Option(help="Verifier: a folder, a Hub nam
 DeviceOption = Annotated[str | None, typer.Option(help="Device, e.g. cpu or cuda:0. Default: CUDA where there is one.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write the result to this JSON file.")]
 SeedOption = Annotated[int, typer.Option(help="Seed of everything random.")]
+DraftTokensOption = Annotated[
+    str | None, typer.Option("--k", help="Draft tokens a round; auto chooses each round's from measured times. Default: the drafter's own.")
+]
 DtypeOption = Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto (the device's fastest).")]
 
 
@@ -70,6 +73,20 @@ def load_drafter(name: str, verifier: Verifier) -> Drafter:
     if name == PROMPT_LOOKUP:
         return PromptLookup()
     return Speculator.from_pretrained(name, verifier.weights).to(device=verifier.device, dtype=verifier.dtype).eval()
+
+
+def parse_draft_tokens(k: str | None) -> int | Literal["auto"] | None:
+    """`--k`: a number, or auto.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if k is None or k == "auto":
+        return None if k is None else "auto"
+    try:
+        return int(k)
+    except ValueError:
+        raise ConfigError(f"--k {k!r} must be a number or 'auto'") from None
 
 
 def parse_settings(pairs: Sequence[str], option: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import typer
 from speculators.cli.common import (
     DEFAULT_VERIFIER,
     DeviceOption,
+    DraftTokensOption,
     DtypeOption,
     JsonOption,
     SeedOption,
@@ -17,6 +18,7 @@ from speculators.cli.common import (
     check_json_path,
     load_drafter,
     load_verifier,
+    parse_draft_tokens,
     write_json,
 )
 
@@ -58,7 +60,7 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="The user's message; - reads it from standard input.")],
     verifier: VerifierOption = DEFAULT_VERIFIER,
     speculator: Annotated[str | None, typer.Option(help="Drafter checkpoint, or prompt_lookup. Default: plain decoding.")] = None,
-    k: Annotated[int | None, typer.Option("--k", help="Draft tokens a round. Default: the drafter's own.")] = None,
+    k: DraftTokensOption = None,
     max_new_tokens: Annotated[int, typer.Option(help="Token budget of the reply.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Keep the k most likely tokens; 0 keeps all.")] = 0,
@@ -75,13 +77,17 @@ def generate(
     check_json_path(json)
     from speculators.decoding.engine import generate as decode
     from speculators.decoding.sampling import SamplingParams
-    from speculators.errors import DataError
+    from speculators.errors import ConfigError, DataError
     from speculators.evaluation import metrics
     from speculators.evaluation.report import number
 
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text.strip():
         raise DataError("the prompt is empty: give a message")
+    draft_tokens = parse_draft_tokens(k)
+    if speculator is None and (k is not None or confidence_threshold > 0):
+        option = "--k" if k is not None else "--confidence-threshold"
+        raise ConfigError(f"{option} needs --speculator: without one, decoding is plain and drafts nothing")
     sampling = SamplingParams(
         temperature=temperature,
         top_k=top_k,
@@ -102,7 +108,7 @@ def generate(
             drafter,
             [token_ids],
             sampling,
-            num_draft_tokens=k,
+            num_draft_tokens=draft_tokens,
             confidence_threshold=confidence_threshold,
             on_tokens=stream.add,
         )

@@ -11,19 +11,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from speculators.decoding.arguments import AUTO, check_draft_tokens, check_prompts, choose_schedule
+from speculators.decoding.calibration import calibration_for
+from speculators.decoding.length_schedules import LengthSchedule
 from speculators.decoding.proposal import Drafter, Observation, Proposal
 from speculators.decoding.randomness import Purpose, uniform
 from speculators.decoding.rejection import Acceptance, accept_greedy, accept_sampled
 from speculators.decoding.sampling import MAX_ELEMENTS, RoundSampler, SamplingParams, penalised, probabilities
 from speculators.decoding.statistics import Round
-from speculators.errors import ConfigError, DataError
+from speculators.errors import ConfigError
 from speculators.verifier import Verifier
 
-__all__ = ["Generation", "Round", "generate"]
+__all__ = ["AUTO", "Generation", "Round", "generate"]
 
 # Prompts run in pieces: attention masks and hidden states of a piece stay small whatever the prompt's length.
 PREFILL_WIDTH = 512
@@ -61,8 +65,9 @@ def generate(
     prompts: Sequence[Sequence[int]],
     sampling: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
     *,
-    num_draft_tokens: int | None = None,
+    num_draft_tokens: int | Literal["auto"] | None = None,
     confidence_threshold: float = 0.0,
+    schedule: LengthSchedule | None = None,
     on_tokens: OnTokens | None = None,
 ) -> Generation:
     """Decode a batch of prompts; the output is distributed as the verifier's own, whatever the drafter.
@@ -76,24 +81,31 @@ def generate(
         drafter: proposes drafts; None decodes plainly.
         prompts: token ids, each at least one; lengths may differ.
         sampling: how to sample and when to stop.
-        num_draft_tokens: K; the drafter's default when None. Not used without a drafter.
-        confidence_threshold: drop the drafts from the first one whose confidence is below it; possibly all.
+        num_draft_tokens: K; the drafter's default when None. "auto" chooses every round's length up to that default from
+            this machine's measured step times (`profiler.step_times`) and the drafter's acceptance. Not used without a drafter.
+        confidence_threshold: drop the drafts from the first one whose confidence, calibrated where the checkpoint is, is
+            below it; possibly all.
+        schedule: chooses the lengths instead, up to K; see `length_schedules`.
         on_tokens: called as on_tokens(row, new token ids) whenever a row grows.
 
     Raises:
-        ConfigError: K is above what the drafter proposes, or a confidence threshold meets a drafter without confidence.
+        ConfigError: K is above what the drafter proposes, a threshold or schedule meets a drafter without the confidence it
+            needs, or two of "auto", threshold and schedule are asked for. Nothing has run then.
         DataError: a prompt is empty, holds ids outside the vocabulary, or does not fit the verifier's context with its reply.
     """
-    draft_tokens = _check_draft_tokens(drafter, num_draft_tokens, confidence_threshold)
-    _check_prompts(verifier, prompts, sampling)
+    check_prompts(verifier, prompts, sampling)
+    draft_tokens = check_draft_tokens(drafter, num_draft_tokens)
+    chosen = choose_schedule(verifier, drafter, sampling, len(prompts), num_draft_tokens, confidence_threshold, schedule)
     started = time.perf_counter()
-    batch = _Batch(verifier, drafter, prompts, sampling, draft_tokens, confidence_threshold)
+    batch = Batch(verifier, drafter, prompts, sampling, draft_tokens, chosen)
     replies = _Replies(len(prompts), on_tokens)
     replies.add(batch.prefill(prompts), prefill=True)
     decoding_started = _now(verifier.device)
     forwards = 0
     while replies.active:
-        replies.add(batch.round())
+        # The anchor is a token of the reply, but not yet in the cache.
+        batch.longest = max(len(prompt) + len(reply) - 1 for prompt, reply in zip(prompts, replies.token_ids, strict=True))
+        chosen.record(replies.add(batch.round()))
         forwards += 1
     return Generation(
         token_ids=replies.token_ids,
@@ -106,7 +118,7 @@ def generate(
 
 
 @dataclass(frozen=True)
-class _Drafts:
+class Drafts:
     """What is verified: token_ids [rows, width] int64, of which lengths [rows] count; probabilities as in `Proposal`."""
 
     token_ids: Tensor
@@ -115,7 +127,7 @@ class _Drafts:
 
 
 @dataclass(frozen=True)
-class _RoundResult:
+class RoundResult:
     """One round of every row, on the device; rows that were finished before emit 0 tokens.
 
     tokens: [rows, width + 1], the accepted drafts, then the next token, then padding. proposed, accepted, emitted: [rows],
@@ -130,8 +142,12 @@ class _RoundResult:
     finished: Tensor
 
 
-class _Batch:
-    """The rows of one `generate` call, as tensors on the verifier's device."""
+class Batch:
+    """The rows of one `generate` call, as tensors on the verifier's device.
+
+    Attributes:
+        longest: an upper bound of the cache's lengths, which the host knows and keeps current between rounds.
+    """
 
     def __init__(
         self,
@@ -140,10 +156,12 @@ class _Batch:
         prompts: Sequence[Sequence[int]],
         sampling: SamplingParams,
         draft_tokens: int,
-        confidence_threshold: float,
+        schedule: LengthSchedule,
     ) -> None:
         self.verifier, self.drafter, self.sampling = verifier, drafter, sampling
-        self.draft_tokens, self.confidence_threshold = draft_tokens, confidence_threshold
+        self.draft_tokens, self.schedule = draft_tokens, schedule
+        self.calibration = None if drafter is None else calibration_for(drafter, sampling.temperature)
+        self.longest = 0
         device, rows = verifier.device, len(prompts)
         # The last round may start one token before the budget's end and still runs a whole block.
         max_length = max(map(len, prompts)) + sampling.max_new_tokens + draft_tokens + 1
@@ -163,7 +181,7 @@ class _Batch:
 
     # -- before the first round ------------------------------------------------------------------------------
 
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> _RoundResult:
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> RoundResult:
         """Run the prompts, draw each row's first token (the first anchor), and let the drafter observe the prompts."""
         device = self.verifier.device
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
@@ -185,15 +203,18 @@ class _Batch:
             self.anchor = torch.where(ends_here, acceptance.next_token, self.anchor)
             following.scatter_(1, lengths[:, None] - 1, self.anchor[:, None])
             self.cache.lengths = start + counts
+            self.longest = min(width, start_column + piece_width)
             self._observe(token_ids[:, piece], following[:, piece], output.hidden_states, start, counts)
         return self._commit(self.anchor[:, None], torch.zeros_like(self.anchor), torch.zeros_like(self.anchor))
 
     # -- one round, in the order it happens ------------------------------------------------------------------
 
-    def round(self) -> _RoundResult:
+    def round(self) -> RoundResult:
         """Propose, verify, accept, observe."""
-        self.round_index = self.round_index + 1
-        drafts = self._propose()
+        return self.verify(self.propose())
+
+    def verify(self, drafts: Drafts) -> RoundResult:
+        """The half of a round after drafting: verify, accept, observe."""
         block = torch.cat([self.anchor[:, None], drafts.token_ids], dim=1)
         output = self.verifier.forward(block, self.cache, self.taps)
         acceptance = self._accept(output.last_hidden_state, drafts)
@@ -206,31 +227,46 @@ class _Batch:
         start, counts = self.cache.lengths, torch.where(self.finished, 0, result.emitted)
         self.cache.lengths = start + counts
         self.anchor = torch.where(self.finished, self.anchor, acceptance.next_token)
+        self.longest += block.shape[1]
         self._observe(block, tokens, output.hidden_states, start, counts)
         return result
 
-    def _propose(self) -> _Drafts:
-        """Ask the drafter; cut by its confidence, and so that no row can exceed its budget."""
-        if self.drafter is None:
+    def propose(self) -> Drafts:
+        """Ask the drafter for as many drafts as the schedule wants; cut them by it, and so that no row can exceed its budget."""
+        self.round_index = self.round_index + 1
+        draft_tokens = 0 if self.drafter is None else self.schedule.draft_tokens(self.draft_tokens)
+        if self.drafter is None or draft_tokens == 0:
             return self._no_drafts()
-        sampler = RoundSampler(self.sampling, self.rows, self.round_index, self.seen)
-        proposal = self.drafter.propose(self.draft_state, self.anchor, sampler, self.draft_tokens)
-        self._check_proposal(proposal)
-        lengths = proposal.lengths
-        if self.confidence_threshold > 0:
-            assert proposal.confidence is not None
-            confident = (proposal.confidence >= self.confidence_threshold).long().cumprod(1).sum(1)
-            lengths = torch.minimum(lengths, confident)
         # The verifier adds a token of its own after the drafts, so one less than what remains.
-        remaining = self.sampling.max_new_tokens - self.emitted - 1
-        lengths = torch.where(self.finished, 0, torch.minimum(lengths, remaining))
-        width = proposal.token_ids.shape[1]
-        if lengths.device.type == "cpu":
-            width = int(lengths.max())  # here the forward costs what its width is; elsewhere asking would cost a synchronisation
+        room = torch.where(self.finished, 0, self.sampling.max_new_tokens - self.emitted - 1)
+        # On the CPU a forward costs what its width is, and the host sees every tensor; elsewhere asking would cost a synchronisation.
+        on_cpu = room.device.type == "cpu"
+        wants_confidence = self.schedule.needs_confidence
+        sampler = RoundSampler(
+            self.sampling,
+            self.rows,
+            self.round_index,
+            self.seen,
+            estimate_confidence=wants_confidence,
+            keep=(lambda confidence: self._lengths(confidence, room)) if wants_confidence and on_cpu else None,
+        )
+        proposal = self.drafter.propose(self.draft_state, self.anchor, sampler, draft_tokens)
+        self._check_proposal(proposal, draft_tokens)
+        lengths = self._lengths(proposal.confidence, torch.minimum(proposal.lengths, room))
+        width = int(lengths.max()) if on_cpu else proposal.token_ids.shape[1]
         q = proposal.probabilities
-        return _Drafts(proposal.token_ids[:, :width], lengths, None if q is None else q[:, :width])
+        return Drafts(proposal.token_ids[:, :width], lengths, None if q is None else q[:, :width])
 
-    def _accept(self, last_hidden_state: Tensor, drafts: _Drafts) -> Acceptance:
+    def _lengths(self, confidence: Tensor | None, available: Tensor) -> Tensor:
+        """What the schedule makes of the confidences [rows, k] and the drafts available [rows]."""
+        if not self.schedule.needs_confidence:
+            return self.schedule.lengths(None, available, ~self.finished)
+        assert confidence is not None
+        if self.calibration is not None:
+            confidence = self.calibration.apply(confidence)
+        return self.schedule.lengths(confidence, available.clamp(max=confidence.shape[1]), ~self.finished)
+
+    def _accept(self, last_hidden_state: Tensor, drafts: Drafts) -> Acceptance:
         """Verify drafts against the verifier's distributions, as many rows at a time as memory allows.
 
         last_hidden_state: [rows, width + 1, hidden], of the anchor and the drafts.
@@ -255,7 +291,7 @@ class _Batch:
             parts.append(accept_sampled(token_ids, lengths, q, p, accept_uniforms, correct_uniforms))
         return Acceptance(torch.cat([part.accepted for part in parts]), torch.cat([part.next_token for part in parts]))
 
-    def _commit(self, tokens: Tensor, proposed: Tensor, accepted: Tensor) -> _RoundResult:
+    def _commit(self, tokens: Tensor, proposed: Tensor, accepted: Tensor) -> RoundResult:
         """Add tokens[:, : accepted + 1] to the replies, up to the first stop token.
 
         tokens: [rows, width + 1]; proposed, accepted: [rows].
@@ -270,30 +306,28 @@ class _Batch:
         self.emitted = self.emitted + emitted
         self.finished = self.finished | stopped | (self.emitted >= self.sampling.max_new_tokens)
         cut = emitted <= accepted  # an accepted draft was a stop token: the round ends there
-        return _RoundResult(
+        return RoundResult(
             tokens, torch.where(cut, emitted, proposed), torch.where(cut, emitted, accepted), emitted, stopped, self.finished
         )
 
     def _observe(self, token_ids: Tensor, next_token_ids: Tensor, hidden_states: Tensor, start: Tensor, counts: Tensor) -> None:
         """Hand the committed columns to the drafter."""
         if self.drafter is not None:
-            self.drafter.observe(self.draft_state, Observation(token_ids, next_token_ids, hidden_states, start, counts))
+            observation = Observation(token_ids, next_token_ids, hidden_states, start, counts, self.longest)
+            self.drafter.observe(self.draft_state, observation)
 
-    def _no_drafts(self) -> _Drafts:
-        return _Drafts(self.anchor.new_empty(len(self.rows), 0), torch.zeros_like(self.anchor), None)
+    def _no_drafts(self) -> Drafts:
+        return Drafts(self.anchor.new_empty(len(self.rows), 0), torch.zeros_like(self.anchor), None)
 
-    def _check_proposal(self, proposal: Proposal) -> None:
+    def _check_proposal(self, proposal: Proposal, draft_tokens: int) -> None:
         rows, width = proposal.token_ids.shape
-        if rows != len(self.rows) or width > self.draft_tokens:
+        if rows != len(self.rows) or width > draft_tokens:
             raise ConfigError(
                 f"{type(self.drafter).__name__}.propose returned {width} drafts for {rows} rows, asked for at most"
-                f" {self.draft_tokens} for {len(self.rows)}"
+                f" {draft_tokens} for {len(self.rows)}"
             )
-        if self.confidence_threshold > 0 and proposal.confidence is None:
-            raise ConfigError(
-                f"confidence_threshold {self.confidence_threshold} needs a drafter with a confidence head, and"
-                f" {type(self.drafter).__name__} has none; leave the threshold at 0"
-            )
+        if self.schedule.needs_confidence and proposal.confidence is None:
+            raise ConfigError(f"{type(self.drafter).__name__}.propose returned no confidence, though its confidence_source is not 'none'")
 
 
 class _Replies:
@@ -310,19 +344,22 @@ class _Replies:
         """Whether any row is unfinished."""
         return "" in self.finish_reasons
 
-    def add(self, result: _RoundResult, *, prefill: bool = False) -> None:
-        """Append what a round emitted; the prefill's token belongs to no round."""
+    def add(self, result: RoundResult, *, prefill: bool = False) -> list[Round]:
+        """Append what a round emitted; the prefill's token belongs to no round. Returns the rows' rounds, if they were active."""
+        added = []
         counts = torch.stack([result.proposed, result.accepted, result.emitted, result.stopped.long(), result.finished.long()], dim=1)
         for row, (proposed, accepted, emitted, stopped, finished, *tokens) in enumerate(torch.cat([counts, result.tokens], dim=1).tolist()):
             if self.finish_reasons[row]:
                 continue
             self.token_ids[row] += tokens[:emitted]
             if not prefill:
-                self.rounds[row].append(Round(proposed, accepted, emitted))
+                added.append(Round(proposed, accepted, emitted))
+                self.rounds[row].append(added[-1])
             if finished:
                 self.finish_reasons[row] = "stop" if stopped else "length"
             if self._on_tokens is not None:
                 self._on_tokens(row, tokens[:emitted])
+        return added
 
 
 def _seen_in_block(seen: Tensor, token_ids: Tensor) -> Tensor:
@@ -331,37 +368,6 @@ def _seen_in_block(seen: Tensor, token_ids: Tensor) -> Tensor:
     for draft in token_ids.split(1, dim=1):
         blocks.append(blocks[-1].scatter(1, draft, True))
     return torch.stack(blocks, dim=1)
-
-
-def _check_draft_tokens(drafter: Drafter | None, requested: int | None, confidence_threshold: float) -> int:
-    """K, or 0 without a drafter."""
-    if not 0 <= confidence_threshold <= 1:
-        raise ConfigError(f"confidence_threshold {confidence_threshold} must be between 0 (keep every draft) and 1")
-    if drafter is None:
-        return 0
-    draft_tokens = drafter.default_draft_tokens if requested is None else requested
-    if not 1 <= draft_tokens <= drafter.max_draft_tokens:
-        raise ConfigError(
-            f"num_draft_tokens {draft_tokens} must be between 1 and {drafter.max_draft_tokens}, the most that"
-            f" {type(drafter).__name__} proposes in one round; for plain decoding pass no drafter"
-        )
-    return draft_tokens
-
-
-def _check_prompts(verifier: Verifier, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> None:
-    if not prompts:
-        raise DataError("there are no prompts to decode; pass at least one")
-    context = verifier.weights.config.get("max_position_embeddings")
-    for index, prompt in enumerate(prompts):
-        if not prompt:
-            raise DataError(f"prompt {index} is empty; a prompt needs at least one token")
-        if not 0 <= min(prompt) <= max(prompt) < verifier.vocab_size:
-            raise DataError(f"prompt {index} holds token ids outside 0 to {verifier.vocab_size - 1}, the verifier's vocabulary")
-        if context is not None and len(prompt) + sampling.max_new_tokens > context:
-            raise DataError(
-                f"prompt {index} has {len(prompt)} tokens, with max_new_tokens {sampling.max_new_tokens} that exceeds the context of"
-                f" {context} tokens of {verifier.weights.name_or_path!r}; shorten the prompt or lower max_new_tokens"
-            )
 
 
 def _now(device: torch.device) -> float:

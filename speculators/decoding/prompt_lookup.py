@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from speculators.decoding.proposal import DraftSampler, Observation, Proposal
+from speculators.decoding.proposal import ConfidenceSource, DraftSampler, Observation, Proposal
 from speculators.errors import ConfigError
 
 
@@ -36,6 +36,7 @@ class PromptLookup:
     """
 
     aux_hidden_state_layer_ids: tuple[int, ...] = ()
+    confidence_source: ConfidenceSource = "none"
 
     def __init__(self, max_ngram: int = 3, default_draft_tokens: int = 7, max_draft_tokens: int = 64) -> None:
         if max_ngram < 1 or not 1 <= default_draft_tokens <= max_draft_tokens:

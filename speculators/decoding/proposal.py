@@ -9,12 +9,15 @@ without its probabilities, or with other ones than it was drawn from, cannot be 
 from __future__ import annotations
 
 from dataclasses import InitVar, dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 SAMPLER_KEY: Final = object()
+
+# Where a drafter's confidence comes from: a head trained for it, its own most likely token's probability, or nowhere.
+ConfidenceSource = Literal["head", "probability", "none"]
 
 
 @dataclass(frozen=True)
@@ -49,9 +52,10 @@ class Proposal:
         lengths: [rows] int64, how many leading drafts of each row count.
         probabilities: [rows, K, vocabulary] float32, the distribution each draft was drawn from; None when
             every draft is a point mass (greedy decoding, or a deterministic drafter such as prompt lookup).
-        confidence: [rows, K] float32 in [0, 1], the drafter's own estimate that draft k is accepted given
-            that those before it are; None when the algorithm has none. It may depend on the drafts before k, never
-            on draft k itself: cutting a block by it would then bias the output.
+        confidence: [rows, K] float32 in [0, 1], an estimate that draft k is accepted given that those before it are:
+            the algorithm's own, else, where the round asked for one, the probability of the most likely token of the
+            distribution that draft k is drawn from; None without either. It may depend on the drafts before k, never on
+            draft k itself: cutting a block by it would then bias the output.
 
     Raises:
         TypeError: constructed by anything but a `DraftSampler`.
@@ -73,6 +77,15 @@ class Proposal:
 
 class DraftSampler(Protocol):
     """Draws draft tokens under the request's own sampling parameters; one instance a round."""
+
+    @property
+    def enough(self) -> bool:
+        """Whether every row's block will be cut before the next draft.
+
+        A drafter that makes one pass a draft asks before each further pass and stops; one that has all logits at once need
+        not ask.
+        """
+        ...
 
     def draw(self, logits: Tensor) -> Tensor:
         """Draw the next draft token of every row.
@@ -130,6 +143,11 @@ class Drafter(Protocol):
     @property
     def default_draft_tokens(self) -> int:
         """K when the caller names none."""
+        ...
+
+    @property
+    def confidence_source(self) -> ConfidenceSource:
+        """Where the confidence of its proposals comes from."""
         ...
 
     def new_state(self, rows: int, max_length: int, device: torch.device, dtype: torch.dtype) -> Any:

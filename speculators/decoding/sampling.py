@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -148,15 +149,39 @@ class RoundSampler:
         round_index: scalar int64 tensor, for the random numbers.
         seen: [rows, vocabulary] bool, tokens of each row's prompt and reply so far, the anchor included; None when no
             repetition penalty applies. Drafts are added as they are drawn, to a copy.
+        estimate_confidence: keep the probability of the most likely token of every distribution drawn from (greedy: at
+            temperature 1), the confidence of drafters that estimate none themselves.
+        keep: from the confidence so far, [rows, k], how many leading drafts of each row will be verified, [rows]; None
+            where that is not known while drafting.
     """
 
-    def __init__(self, params: SamplingParams, rows: Tensor, round_index: Tensor, seen: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        rows: Tensor,
+        round_index: Tensor,
+        seen: Tensor | None = None,
+        *,
+        estimate_confidence: bool = False,
+        keep: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         self._params = params
+        self._estimate_confidence = estimate_confidence
+        self._keep = keep
+        self._confidence: list[Tensor] = []  # each [rows, n]
         self._rows = rows
         self._round = round_index
         self._seen = None if seen is None else seen.clone()
         self._token_ids: list[Tensor] = []  # each [rows, n]
         self._probabilities: list[Tensor] = []  # each [rows, n, vocabulary]
+
+    @property
+    def enough(self) -> bool:
+        """Whether every row's block will be cut before the next draft; False where that is not known."""
+        if self._keep is None or not self._confidence:
+            return False
+        confidence = torch.cat(self._confidence, dim=1)
+        return not bool((self._keep(confidence) == confidence.shape[1]).any())
 
     def draw(self, logits: Tensor) -> Tensor:
         """Draw the next draft token of every row: [rows, vocabulary] -> [rows] int64."""
@@ -188,18 +213,25 @@ class RoundSampler:
         lengths = token_ids.new_full((token_ids.shape[0],), token_ids.shape[1])
         kept = self._probabilities
         stacked = None if not kept else kept[0] if len(kept) == 1 else torch.cat(kept, dim=1)
+        if confidence is None and self._confidence:
+            confidence = torch.cat(self._confidence, dim=1)
         return Proposal(token_ids, lengths, stacked, None if confidence is None else confidence.float(), SAMPLER_KEY)
 
     def _draw(self, logits: Tensor) -> Tensor:
         seen = None if self._seen is None else self._seen[:, None]
         if self._params.greedy:
-            token_ids = penalised(logits, self._params, seen).argmax(-1)
+            logits = penalised(logits, self._params, seen)
+            token_ids = logits.argmax(-1)
+            if self._estimate_confidence:
+                self._confidence.append((logits.amax(-1) - logits.logsumexp(-1)).exp())
         else:
             first = sum(block.shape[1] for block in self._token_ids)
             slots = torch.arange(first, first + logits.shape[1], device=logits.device)
             distribution = probabilities(logits, self._params, seen)
             token_ids = draw(distribution, uniform(self._params.seed, Purpose.DRAFT, self._rows[:, None], self._round, slots))
             self._probabilities.append(distribution)
+            if self._estimate_confidence:
+                self._confidence.append(distribution.amax(-1))
         if self._seen is not None:
             self._seen.scatter_(1, token_ids, True)
         self._token_ids.append(token_ids)

@@ -1,0 +1,105 @@
+"""Calibrated confidence at decode time: what `speculators calibrate` stored with a checkpoint, applied to its proposals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speculators.decoding.proposal import ConfidenceSource, Drafter
+from speculators.errors import CheckpointError
+
+ALL_DOMAINS = "all"
+CONFIG_KEY = "calibration"  # below EXTRA_KEY of config.json
+# Confidence this close to 0 or 1 is as good as certain, and its logit finite.
+_SMALLEST = 1e-6
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was measured of a drafter at one sampling temperature on prompts of one domain.
+
+    Attributes:
+        temperature: of the requests, 0 for greedy.
+        domain: kind of prompts, or "all".
+        source: what was calibrated, see `Drafter.confidence_source`.
+        scaling: [K], T_k of Sequential Temperature Scaling; empty for a drafter without confidence.
+        acceptance: [K], conditional acceptance of draft k in the rounds of the fit.
+        rounds: how many those were.
+    """
+
+    temperature: float
+    domain: str
+    source: ConfidenceSource
+    scaling: tuple[float, ...]
+    acceptance: tuple[float, ...]
+    rounds: int
+
+    def apply(self, confidence: Tensor) -> Tensor:
+        """Calibrated confidence: sigmoid(logit(c_k) / T_k), [rows, k] -> [rows, k] float64.
+
+        A function of c_k alone, so it may be cut by wherever c_k may. Drafts beyond K keep their confidence.
+        """
+        width = min(len(self.scaling), confidence.shape[1])
+        divisor = confidence.new_ones(confidence.shape[1])
+        divisor[:width] = torch.tensor(self.scaling[:width], dtype=confidence.dtype, device=confidence.device)
+        return torch.sigmoid(confidence.double().clamp(_SMALLEST, 1 - _SMALLEST).logit() / divisor)
+
+    def to_json(self) -> dict[str, Any]:
+        """As stored in config.json."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Any) -> Calibration:
+        """Read one entry.
+
+        Raises:
+            CheckpointError: it is not what `to_json` writes.
+        """
+        try:
+            return cls(
+                temperature=float(data["temperature"]),
+                domain=str(data["domain"]),
+                source=data["source"],
+                scaling=_positive(data["scaling"]),
+                acceptance=tuple(min(1.0, max(0.0, float(value))) for value in data["acceptance"]),
+                rounds=int(data["rounds"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"config.json: unified_speculators.{CONFIG_KEY} holds an entry that cannot be read ({type(error).__name__}: {error});"
+                " run `speculators calibrate` again"
+            ) from None
+
+
+def _positive(values: Sequence[Any]) -> tuple[float, ...]:
+    numbers = tuple(float(value) for value in values)
+    if not all(0 < number < float("inf") for number in numbers):
+        raise ValueError(f"temperatures {list(numbers)} must be positive")
+    return numbers
+
+
+def stored_calibrations(extra: Any) -> list[Calibration]:
+    """The calibrations of a checkpoint, from the content of its configuration's own key (None where it has none)."""
+    entries = extra.get(CONFIG_KEY) if isinstance(extra, dict) else None
+    return [Calibration.from_json(entry) for entry in entries or ()]
+
+
+def calibration_for(drafter: Drafter, temperature: float) -> Calibration | None:
+    """The calibration that a drafter brings along for requests of a temperature; drafters may have `calibrations`, and need not."""
+    return choose(getattr(drafter, "calibrations", ()), drafter.confidence_source, temperature)
+
+
+def choose(
+    calibrations: Sequence[Calibration], source: ConfidenceSource, temperature: float, domain: str = ALL_DOMAINS
+) -> Calibration | None:
+    """The calibration for a request: of this confidence source and domain, at the nearest temperature.
+
+    Greedy acceptance is a match of two tokens, sampled acceptance a ratio of probabilities: a greedy calibration never
+    serves a sampled request, nor the other way round. None where nothing fits.
+    """
+    fitting = [c for c in calibrations if c.source == source and c.domain == domain and (c.temperature == 0) == (temperature == 0)]
+    return min(fitting, key=lambda c: abs(c.temperature - temperature), default=None)
