@@ -9,11 +9,12 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from speculators.algorithms.anchors import Anchors, Supervision
-from speculators.algorithms.dflash import DFlash, DFlashConfig, DFlashOptions, DFlashTraining
+from speculators.algorithms.dflash import DFlash, DFlashConfig, DFlashOptions, DFlashTraining, InjectionState
 from speculators.algorithms.heads import ConfidenceHead, MarkovHead, MarkovKind
-from speculators.algorithms.layers import DraftState, initialise
+from speculators.algorithms.layers import initialise
 from speculators.algorithms.objective import block_loss
 from speculators.decoding.proposal import ConfidenceSource, DraftSampler, Proposal
+from speculators.kernels.markov_sampling import MarkovChain
 from speculators.registry import VllmServing, register_algorithm
 from speculators.speculator import VerifierWeights
 from speculators.training.batch import LossOutput, TrainingBatch
@@ -160,18 +161,17 @@ class DSpark(DFlash):
         }
         return LossOutput(output.loss + options.confidence * confidence, metrics)
 
-    def propose(self, state: DraftState, anchor: Tensor, sampler: DraftSampler, num_draft_tokens: int) -> Proposal:
+    def propose(self, state: InjectionState, anchor: Tensor, sampler: DraftSampler, num_draft_tokens: int) -> Proposal:
         """One parallel pass, then the sequential head: K cheap steps, each fed the token drawn before it."""
         hidden = self.decode_hidden(state, anchor, num_draft_tokens)
-        logits = self.draft_logits(hidden)
-        previous, confidence = anchor, []
-        markov_state = None if self.markov_head is None else self.markov_head.initial_state(anchor)
-        for k in range(num_draft_tokens):
-            slot = logits[:, k]
-            if self.confidence_head is not None:
-                confidence.append(self.confidence_logits(hidden[:, k], previous).float().sigmoid())
-            if self.markov_head is not None and markov_state is not None:
-                factors, markov_state = self.markov_head.step(previous, hidden[:, k], markov_state)
-                slot = slot + self.markov_head.bias(factors)
-            previous = sampler.draw(self.to_verifier_vocabulary(slot))
-        return sampler.proposal(torch.stack(confidence, dim=1) if confidence else None)
+        logits, head = self.draft_logits(hidden), self.markov_head
+        if head is None:
+            token_ids = sampler.draw_block(self.to_verifier_vocabulary(logits))
+        else:
+            ids = self.draft_token_ids() if self.has_reduced_vocabulary else None
+            chain = MarkovChain(logits, head.markov_w2.weight, anchor, head.chain(hidden, anchor), ids)
+            token_ids = sampler.draw_chain(chain, self.to_verifier_vocabulary)
+        if self.confidence_head is None:
+            return sampler.proposal()
+        previous = torch.cat([anchor[:, None], token_ids[:, :-1]], dim=1)
+        return sampler.proposal(self.confidence_logits(hidden, previous).float().sigmoid())

@@ -16,6 +16,7 @@ W1 is indexed by verifier token ids, W2's rows are draft token ids.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -80,6 +81,22 @@ class MarkovHead(nn.Module):
             factor, state = self.step(previous[..., k], hidden[..., k, :], state)
             steps.append(factor)
         return torch.stack(steps, dim=-2)
+
+    def chain(self, hidden: Tensor, anchor: Tensor) -> Callable[[int, Tensor], Tensor]:
+        """The steps of one drawn block: a function of (slot k, tokens before it [rows]), called once a slot, in order.
+
+        Args:
+            hidden: [rows, K, hidden].
+            anchor: [rows] int64.
+        """
+        state = self.initial_state(anchor)
+
+        def factors(k: int, previous: Tensor) -> Tensor:
+            nonlocal state
+            factor, state = self.step(previous, hidden[:, k], state)
+            return factor
+
+        return factors
 
     def bias(self, factors: Tensor) -> Tensor:
         """[..., rank] -> [..., draft vocabulary], the bias on the logits."""

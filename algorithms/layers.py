@@ -21,6 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from speculators.config import LayerConfig
 from speculators.decoding.proposal import Observation
 from speculators.errors import ConfigError
+from speculators.kernels.draft_inputs import DraftInputs, draft_inputs
 
 # (query, key, value) of the layer's own tokens -> attention output, all [..., heads, head_dim]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -202,27 +203,48 @@ class DraftState:
     """Keys and values of committed tokens for every drafter layer: preallocated, rolled back by moving `lengths`.
 
     Attributes:
-        keys, values: one [rows, slots, key/value heads, head_dim] tensor a layer; slot = position.
+        memory: [layers, 2, rows, slots, key/value heads, head_dim]: keys, then values, of every layer; slot = position.
         lengths: [rows] int64, committed positions of each row.
         longest: a host-side upper bound of `lengths`, so that attention reads no more of the buffers than is used.
+        keys, values: one [rows, slots, key/value heads, head_dim] view of the memory a layer.
     """
 
-    keys: list[Tensor]
-    values: list[Tensor]
+    memory: Tensor
     lengths: Tensor
     longest: int = 0
+    keys: list[Tensor] = field(init=False)
+    values: list[Tensor] = field(init=False)
     _rows: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
+        self.keys, self.values = ([self.memory[layer, kind] for layer in range(len(self.memory))] for kind in (0, 1))
         self._rows = torch.arange(self.lengths.shape[0], device=self.lengths.device)[:, None]
 
     @classmethod
     def allocate(cls, config: LayerConfig, rows: int, slots: int, device: torch.device, dtype: torch.dtype) -> DraftState:
         """Empty state for `rows` sequences of at most `slots` positions."""
-        shape = (rows, slots, config.num_key_value_heads, config.head_dim)
-        keys, values = ([torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.num_hidden_layers)] for _ in range(2))
-        return cls(keys, values, torch.zeros(rows, dtype=torch.int64, device=device))
+        shape = (config.num_hidden_layers, 2, rows, slots, config.num_key_value_heads, config.head_dim)
+        return cls(torch.zeros(shape, device=device, dtype=dtype), torch.zeros(rows, dtype=torch.int64, device=device))
 
+    def draft_inputs(
+        self, token_ids: Tensor, kept: Tensor, next_token: Tensor, start: Tensor, *, mask_slots: int, mask_token_id: int
+    ) -> DraftInputs:
+        """The slots of a draft pass over [rows, width] verified tokens and MASK slots; see `kernels.draft_inputs`."""
+        rows, width = token_ids.shape
+        row_starts = torch.arange(rows + 1, device=token_ids.device) * width
+        return draft_inputs(
+            token_ids.flatten(),
+            row_starts,
+            kept,
+            next_token,
+            start,
+            self._rows,
+            mask_slots=mask_slots,
+            mask_token_id=mask_token_id,
+            page_size=self.memory.shape[3],
+        )
+
+    @torch.no_grad()
     def write(self, layer: int, start: Tensor, key: Tensor, value: Tensor) -> None:
         """Write [rows, width, heads, head_dim] at positions start + 0 .. width - 1 of each row.
 

@@ -185,6 +185,7 @@ def _kernel(states: Tensor, weights: InjectionWeights, start: Tensor, counts: Te
 # -- the public function -----------------------------------------------------------------------------------------
 
 
+@torch.no_grad()
 def kv_injection(
     features: Tensor,
     weights: InjectionWeights,

@@ -34,12 +34,39 @@ try:
 except ImportError:  # no build for this platform: the reference serves it
     triton = None
 
-__all__ = ["MarkovDrafts", "Randomness", "markov_sampling"]
+__all__ = ["MarkovChain", "MarkovDrafts", "Randomness", "markov_sampling"]
 
 _ROWS = 16  # the fewest rows of a matrix product on tensor cores
 
 # (slot k, tokens before it [R] int64) -> factors f_k [R, rank]; called once a slot, in order.
 Factors = Callable[[int, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class MarkovChain:
+    """A block to draw, slot after slot.
+
+    Attributes:
+        logits: [R, K, V], U_k, any float dtype.
+        bias_head: [V, rank], W2, contiguous.
+        anchor: [R] int64, the token before slot 0, a verifier id.
+        factors: the head up to W2.
+        ids: [V] int64, the verifier id of each column of a reduced draft vocabulary; None where they are the same.
+    """
+
+    logits: Tensor
+    bias_head: Tensor
+    anchor: Tensor
+    factors: Factors
+    ids: Tensor | None = None
+
+    def slot_by_slot(self, draw: Callable[[Tensor], Tensor]) -> Tensor:
+        """Draw by any rule: `draw` turns a slot's corrected logits [R, V] into verifier ids [R]. Returns [R, K]."""
+        previous, drawn = self.anchor, []
+        for k in range(self.logits.shape[1]):
+            previous = draw(self.logits[:, k] + F.linear(self.factors(k, previous), self.bias_head))
+            drawn.append(previous)
+        return torch.stack(drawn, dim=1)
 
 
 @dataclass(frozen=True)
@@ -81,19 +108,12 @@ class MarkovDrafts:
 # -- the definition ----------------------------------------------------------------------------------------------
 
 
-def _reference(
-    logits: Tensor,
-    bias_head: Tensor,
-    anchor: Tensor,
-    factors: Factors,
-    draw: Randomness | None,
-    shortlist: Tensor | None,
-    ids: Tensor | None,
-) -> MarkovDrafts:
+def _reference(chain: MarkovChain, draw: Randomness | None, shortlist: Tensor | None) -> MarkovDrafts:
+    logits, bias_head = chain.logits, chain.bias_head
     temperature = 1.0 if draw is None else draw.temperature
-    previous, steps = anchor, []
+    previous, steps = chain.anchor, []
     for k in range(logits.shape[1]):
-        factor = factors(k, previous)
+        factor = chain.factors(k, previous)
         if shortlist is None:
             column = torch.arange(logits.shape[2], device=logits.device)
             scores = logits[:, k].float() + F.linear(factor, bias_head).float()
@@ -109,7 +129,7 @@ def _reference(
         normaliser = scores.logsumexp(1)
         chosen = choice[:, 0] if shortlist is None else column.gather(1, choice)[:, 0]
         steps.append((chosen, factor, normaliser, scores.gather(1, choice)[:, 0] - normaliser))
-        previous = chosen if ids is None else ids[chosen]
+        previous = chosen if chain.ids is None else chain.ids[chosen]
     return MarkovDrafts(*(torch.stack(parts, dim=1) for parts in zip(*steps, strict=True)), shortlist=shortlist)
 
 
@@ -228,15 +248,8 @@ if triton is not None:
         tl.store(previous + row, column)
 
 
-def _kernel(
-    logits: Tensor,
-    bias_head: Tensor,
-    anchor: Tensor,
-    factors: Factors,
-    draw: Randomness | None,
-    shortlist: Tensor | None,
-    ids: Tensor | None,
-) -> MarkovDrafts:
+def _kernel(chain: MarkovChain, draw: Randomness | None, shortlist: Tensor | None) -> MarkovDrafts:
+    logits, bias_head, anchor, ids = chain.logits, chain.bias_head, chain.anchor, chain.ids
     device, (rows, slots, vocabulary), rank = logits.device, logits.shape, bias_head.shape[1]
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     columns = vocabulary if shortlist is None else shortlist.shape[2]
@@ -254,7 +267,7 @@ def _kernel(
     previous, kept = anchor, []
     with torch.cuda.device_of(logits):
         for k in range(slots):
-            kept.append(factors(k, previous).contiguous())
+            kept.append(chain.factors(k, previous).contiguous())
             following = torch.empty_like(anchor)  # `factors` may have kept the tokens it was given
             _tile_kernel[(tiles, triton.cdiv(rows, row_block))](
                 logits, bias_head, kept[-1], shortlist, scores, choice, chosen, largest, sums, row_numbers, round_index, seed,
@@ -276,14 +289,10 @@ def _kernel(
 
 
 def markov_sampling(
-    logits: Tensor,
-    bias_head: Tensor,
-    anchor: Tensor,
-    factors: Factors,
+    chain: MarkovChain,
     *,
     draw: Randomness | None = None,
     top_k: int = 0,
-    ids: Tensor | None = None,
     implementation: Literal["auto", "reference", "triton"] = "auto",
 ) -> MarkovDrafts:
     """Draw a block through a sequential head. See the module's text.
@@ -291,19 +300,15 @@ def markov_sampling(
     No host synchronisation, and no shape that depends on data.
 
     Args:
-        logits: [R, K, V], U_k, any float dtype.
-        bias_head: [V, rank], W2, contiguous.
-        anchor: [R] int64, the token before slot 0, a verifier id.
-        factors: the head up to W2.
+        chain: what to draw from.
         draw: how to sample; None takes the largest logit, of equal ones the first.
         top_k: S, take only the S largest logits of each U_k into account; 0 for all.
-        ids: [V] int64, the verifier id of each column of a reduced draft vocabulary; None where they are the same.
         implementation: "auto" takes the kernels on CUDA below float64. They add the bias in float32, the reference rounds it to
             the dtype of W2 first: in 16 bits close logits may fall either way.
     """
-    vocabulary = logits.shape[-1]
-    shortlist = logits.topk(top_k, dim=-1).indices if 0 < top_k < vocabulary else None
+    logits = chain.logits
+    shortlist = logits.topk(top_k, dim=-1).indices if 0 < top_k < logits.shape[-1] else None
     use_kernel = implementation == "triton" or (
         implementation == "auto" and logits.is_cuda and logits.dtype != torch.float64 and triton is not None
     )
-    return (_kernel if use_kernel else _reference)(logits, bias_head, anchor, factors, draw, shortlist, ids)
+    return (_kernel if use_kernel else _reference)(chain, draw, shortlist)

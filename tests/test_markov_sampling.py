@@ -10,22 +10,16 @@ from goodness_of_fit import chi_square_p_value
 from torch import Tensor
 
 from speculators.algorithms.heads import MarkovHead
-from speculators.kernels.markov_sampling import MarkovDrafts, Randomness, markov_sampling
+from speculators.kernels.markov_sampling import MarkovChain, MarkovDrafts, Randomness, markov_sampling
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 IMPLEMENTATIONS = ["reference", "triton"]
 
 
-def through(head: MarkovHead, logits: Tensor, hidden: Tensor, anchor: Tensor, **options: Any) -> MarkovDrafts:
+def through(head: MarkovHead, logits: Tensor, hidden: Tensor, anchor: Tensor, ids: Tensor | None = None, **options: Any) -> MarkovDrafts:
     """The head's own steps as `factors`."""
-    state = [head.initial_state(anchor)]
-
-    def factors(k: int, previous: Tensor) -> Tensor:
-        factor, state[0] = head.step(previous, hidden[:, k], state[0])
-        return factor
-
     with torch.no_grad():
-        return markov_sampling(logits, head.markov_w2.weight, anchor, factors, **options)
+        return markov_sampling(MarkovChain(logits, head.markov_w2.weight, anchor, head.chain(hidden, anchor), ids), **options)
 
 
 def random_head(kind: str, vocabulary: int, rank: int, draft_vocabulary: int | None = None, hidden: int = 6) -> MarkovHead:

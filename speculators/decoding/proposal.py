@@ -8,11 +8,14 @@ without its probabilities, or with other ones than it was drawn from, cannot be 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import InitVar, dataclass
 from typing import Any, Final, Literal, Protocol
 
 import torch
 from torch import Tensor
+
+from speculators.kernels.markov_sampling import MarkovChain
 
 SAMPLER_KEY: Final = object()
 
@@ -106,6 +109,18 @@ class DraftSampler(Protocol):
 
         Returns:
             [rows, K] int64 token ids.
+        """
+        ...
+
+    def draw_chain(self, chain: MarkovChain, widen: Callable[[Tensor], Tensor]) -> Tensor:
+        """Draw all K draft tokens, each from logits that depend on the token before it.
+
+        Args:
+            chain: logits and sequential head.
+            widen: from its columns to the verifier's vocabulary, [rows, columns] -> [rows, vocabulary].
+
+        Returns:
+            [rows, K] int64 token ids of the verifier.
         """
         ...
 

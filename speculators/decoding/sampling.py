@@ -11,6 +11,7 @@ from torch import Tensor
 from speculators.decoding.proposal import SAMPLER_KEY, Proposal
 from speculators.decoding.randomness import Purpose, uniform
 from speculators.errors import ConfigError
+from speculators.kernels.markov_sampling import MarkovChain, markov_sampling
 
 # Elements of one temporary [rows, vocabulary] tensor: 2^26 float64 are half a GiB.
 MAX_ELEMENTS = 1 << 26
@@ -195,6 +196,17 @@ class RoundSampler:
         if self._seen is None:
             return self._draw(logits)
         return torch.cat([self._draw(slot) for slot in logits.split(1, dim=1)], dim=1)
+
+    def draw_chain(self, chain: MarkovChain, widen: Callable[[Tensor], Tensor]) -> Tensor:
+        """Draw all K draft tokens through a sequential head; see `DraftSampler.draw_chain`."""
+        if not self._params.greedy or self._seen is not None:
+            return chain.slot_by_slot(lambda logits: self.draw(widen(logits)))
+        drafts = markov_sampling(chain)
+        token_ids = drafts.token_ids if chain.ids is None else chain.ids[drafts.token_ids]
+        if self._estimate_confidence:
+            self._confidence.append(drafts.log_probability.exp())
+        self._token_ids.append(token_ids)
+        return token_ids
 
     def point_mass(self, token_ids: Tensor, lengths: Tensor | None = None) -> Proposal:
         """A proposal of deterministic tokens [rows, K]; see `DraftSampler.point_mass`."""
