@@ -1,9 +1,9 @@
-"""`speculators data`: training data from the verifier alone."""
+"""`speculators data`: from conversations, or from the verifier alone, to what a drafter trains on."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -29,21 +29,23 @@ ThinkingOption = Annotated[
 ]
 ReasoningOption = Annotated[bool, typer.Option("--reasoning/--no-reasoning", help="Whether reasoning text is supervised.")]
 
-app = typer.Typer(help="Make training data from the verifier alone.", no_args_is_help=True)
+app = typer.Typer(help="Make training data: from conversations, or from the verifier alone.", no_args_is_help=True)
 
 
 @app.callback()
 def data() -> None:
-    """Make training data from the verifier alone."""
+    """Make training data: from conversations, or from the verifier alone."""
 
 
 @app.command()
 def synthesize(
-    output: Annotated[Path, typer.Option(help="New folder for the conversations.")],
+    output: Annotated[Path, typer.Option(help="New folder for `train`, or a .jsonl file of chat rows.")],
     verifier: VerifierOption = DEFAULT_VERIFIER,
     conversations: Annotated[int | None, typer.Option(min=1, help="Stop at this many conversations.")] = None,
     seconds: Annotated[float | None, typer.Option(help="Stop after this time of generation.")] = None,
     prompts: Annotated[list[Path] | None, typer.Option(help="Answer these prompt files instead of writing questions.")] = None,
+    topics: Annotated[list[Path] | None, typer.Option(help="JSONL files of topics (name, seeds) in place of the built-in ones.")] = None,
+    language: Annotated[list[str] | None, typer.Option(help="Also ask in a language, code=share, as in de=0.2. Repeatable.")] = None,
     exclude: Annotated[list[Path] | None, typer.Option(help="Drop whatever shares 13 tokens or words with these prompt files.")] = None,
     max_question_tokens: Annotated[int, typer.Option(help="A longer question is dropped.")] = 96,
     max_reply_tokens: Annotated[int, typer.Option(help="A longer reply is cut.")] = 320,
@@ -53,32 +55,111 @@ def synthesize(
     device: DeviceOption = None,
     json: JsonOption = None,
 ) -> None:
-    """Let the verifier write questions, or take prompt files, and let it answer them."""
+    """Let the verifier write questions, or take prompt files, and let it answer them. A killed run goes on where it was."""
     check_json_path(json)
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise DataError(f"{output} exists already; name a new folder, or remove that one first")
-    check_output_folder(output)
+    from dataclasses import asdict
+
+    from speculators.data.languages import chosen_topics
     from speculators.data.prompts import read_prompts
     from speculators.data.questions import SynthesisSettings
-    from speculators.data.synthesis import answer_prompts
+    from speculators.data.synthesis import SynthesisOutput, answer_prompts
     from speculators.data.synthesis import synthesize as synthesize_questions
 
     if prompts and conversations is not None:
         raise DataError("--conversations counts written questions; with --prompts every prompt of the files is answered, leave it out")
     settings = SynthesisSettings(max_question_tokens=max_question_tokens, max_reply_tokens=max_reply_tokens, seed=seed)
+    chosen = chosen_topics(topics or [], language or [])
     given = [prompt for path in prompts or [] for prompt in read_prompts(path)]
+    run = {
+        "command": "data synthesize",
+        "verifier": verifier,
+        "dtype": dtype,
+        "conversations": conversations,
+        "seconds": seconds,
+        "settings": asdict(settings),
+        "topics": [[topic.name, topic.weight, len(topic.seeds)] for topic in chosen],
+        "prompts": [prompt.text for prompt in given],
+        "exclude": [str(path) for path in exclude or []],
+    }
+    out = SynthesisOutput(output, run)
+    if out.complete:
+        typer.echo(f"{output} is complete already")
+        return
+    check_output_folder(output.parent)
     target = load_verifier(verifier, dtype, device)
+    common: dict[str, Any] = {"seconds": seconds, "exclude": exclude or [], "slots": slots, "journal": out.journal}
     if given:
-        result = answer_prompts(target, given, settings, seconds=seconds, exclude=exclude or [], slots=slots)
+        result = answer_prompts(target, given, settings, **common)
     else:
-        result = synthesize_questions(target, settings, conversations=conversations, seconds=seconds, exclude=exclude or [], slots=slots)
-    files = result.save(output)
+        result = synthesize_questions(target, settings, conversations=conversations, topics=chosen, **common)
+    files = out.write(result, target)
     tokens = sum(conversation.reply_tokens for conversation in result.conversations)
     typer.echo(f"{len(result.conversations)} conversations with {tokens} reply tokens in {output} ({len(files)} files)")
     for reason, count in sorted(result.counts.items()):
         if reason != "kept":
             typer.echo(f"dropped {count}: {reason}")
     write_json(json, {"command": "data synthesize", "output": output, "reply_tokens": tokens, **result.header, "counts": result.counts})
+
+
+@app.command()
+def generate(
+    sources: SourcesArgument,
+    output: Annotated[Path, typer.Option(help="New .jsonl file; its card says who answered and how.")],
+    verifier: VerifierOption = DEFAULT_VERIFIER,
+    endpoint: Annotated[str | None, typer.Option(help="Ask this OpenAI-compatible server instead, as http://localhost:8000/v1.")] = None,
+    model: Annotated[str | None, typer.Option(help="The server's name for the model. Default: the only one it serves.")] = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.7,
+    top_p: Annotated[float, typer.Option(help="Of servers only.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Of servers only; 0 keeps all.")] = 0,
+    min_p: Annotated[float, typer.Option(help="Keep tokens of this share of the largest probability.")] = 0.0,
+    max_new_tokens: Annotated[int, typer.Option(help="A longer reply is cut and flagged.")] = 1024,
+    max_tokens: Annotated[int, typer.Option(help="Of a whole conversation.")] = 4096,
+    thinking: ThinkingOption = None,
+    keep_truncated: Annotated[bool, typer.Option(help="Keep cut replies, flagged.")] = True,
+    limit: Annotated[int | None, typer.Option(min=1, help="Read at most this many rows, of each source its share.")] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests to the server at once.")] = 32,
+    slots: Annotated[int | None, typer.Option(min=1, help="Sequences our engine decodes at once.")] = None,
+    seed: SeedOption = 0,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = None,
+    json: JsonOption = None,
+) -> None:
+    """Let the verifier write the replies of conversations anew, turn by turn. A killed run goes on where it was."""
+    check_json_path(json)
+    from speculators.data.answers import AnswerSettings, EngineWriter, Writer, answer_file
+    from speculators.data.endpoint import EndpointWriter
+    from speculators.data.sources import Source
+
+    settings = AnswerSettings(temperature, top_p, top_k, min_p, max_new_tokens, max_tokens, thinking, keep_truncated, seed)
+    found = [Source.open(source) for source in sources]
+    writer: Writer
+    if endpoint is not None:
+        writer = EndpointWriter(endpoint, model, concurrency=concurrency)
+    else:
+        writer = EngineWriter(load_verifier(verifier, dtype, device), slots)
+    card = answer_file(found, writer, output, settings, limit=limit)
+    typer.echo(f"{card['counts']['answered']} of {card['counts']['conversations']} conversations answered by {card['model']} in {output}")
+    for what, count in sorted(card["counts"].items()):
+        if what not in ("answered", "conversations", "reply_tokens"):
+            typer.echo(f"{what}: {count}")
+    write_json(json, {"command": "data generate", "output": output, **card})
+
+
+@app.command()
+def statistics(
+    data: Annotated[Path, typer.Argument(help="Folder that `prepare` or `synthesize` wrote.")],
+    json: JsonOption = None,
+) -> None:
+    """Lengths, topics, and shares of supervised, truncated and looping text of prepared conversations."""
+    check_json_path(json)
+    from speculators.data.statistics import statistics as count
+    from speculators.data.storage import read_blocks
+
+    numbers = count(document for block in read_blocks(data) for document in block)
+    for name, value in numbers.items():
+        shown = ", ".join(f"{key or 'none'} {number}" for key, number in value.items()) if isinstance(value, dict) else value
+        typer.echo(f"{name.replace('_', ' ')}: {shown}")
+    write_json(json, {"command": "data statistics", "data": data, **numbers})
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 
 _NGRAM_WORDS = 8
@@ -16,23 +17,39 @@ class SeenQuestions:
         self._texts: set[int] = set()
         self._ngrams: set[int] = set()
 
-    def repeats(self, text: str) -> str | None:
-        """Remember a question unless it was asked before.
+    def known(self, text: str) -> str | None:
+        """Whether a question was asked before.
 
         Args:
             text: the question.
 
         Returns:
             "question repeated" for an equal one, "question nearly repeated" where more than half of its 8-grams
-            stood in earlier ones, or None for a new one. Only new ones are remembered.
+            stood in earlier ones, or None for a new one.
         """
-        words = _WORD.findall(text.lower())
-        key = hash(tuple(words))
+        key, ngrams = _normal_form(text)
         if key in self._texts:
             return "question repeated"
-        ngrams = {hash(tuple(words[start : start + _NGRAM_WORDS])) for start in range(len(words) - _NGRAM_WORDS + 1)}
         if ngrams and len(ngrams & self._ngrams) > _MAX_KNOWN_SHARE * len(ngrams):
             return "question nearly repeated"
-        self._texts.add(key)
-        self._ngrams |= ngrams
         return None
+
+    def repeats(self, text: str) -> str | None:
+        """`known`, and remember a question that is new."""
+        repetition = self.known(text)
+        if repetition is None:
+            key, ngrams = _normal_form(text)
+            self._texts.add(key)
+            self._ngrams |= ngrams
+        return repetition
+
+
+def _normal_form(text: str) -> tuple[int, set[int]]:
+    words = _WORD.findall(text.lower())
+    ngrams = {_hash(words[start : start + _NGRAM_WORDS]) for start in range(len(words) - _NGRAM_WORDS + 1)}
+    return _hash(words), ngrams
+
+
+def _hash(words: list[str]) -> int:
+    """The same in every process, unlike `hash`: two of 2^64 hashes collide once in many millions of questions."""
+    return int.from_bytes(hashlib.blake2b(" ".join(words).encode(), digest_size=8).digest(), "little")

@@ -38,6 +38,8 @@ class Stage:
         min_p: keep tokens of at least this share of the largest probability; 0 keeps all.
         stop_token_ids: what ends the stage; None is the verifier's own stop tokens.
         abandon_if: looked at every 64 generated tokens with those generated so far; True ends the stage.
+        restart: the forced tokens are the whole context instead of following what the slot holds. What they repeat of it
+            from the start on stays in the cache.
     """
 
     forced: Sequence[int]
@@ -46,6 +48,7 @@ class Stage:
     min_p: float = 0.0
     stop_token_ids: frozenset[int] | None = None
     abandon_if: Callable[[Sequence[int]], bool] | None = None
+    restart: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,16 +112,22 @@ class TokenGenerator:
         """Run jobs and yield what each returns, in the order in which they end.
 
         Args:
-            jobs: taken one by one as slots become free; may be endless.
+            jobs: taken one by one as slots become free; may be endless. Their numbers are their places.
             seconds: stop after this time; jobs still running are dropped.
             clock: what tells the time, in seconds.
 
         Raises:
             DataError: a stage has no forced tokens or does not fit into a slot.
         """
+        return self.run_numbered(enumerate(jobs), seconds=seconds, clock=clock)
+
+    def run_numbered(
+        self, jobs: Iterable[tuple[int, Job[T]]], *, seconds: float | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> Iterator[T]:
+        """`run` for jobs that bring their numbers along, so that some of them may have been done before."""
         started = clock()
         slots = _Slots(self.slots, self.max_length)
-        waiting = enumerate(jobs)
+        waiting = iter(jobs)
         for slot in range(self.slots):
             yield from self._start_next_job(slots, slot, waiting)
         if not slots.active.any():
@@ -179,7 +188,8 @@ class TokenGenerator:
             yield finished.value
             yield from self._start_next_job(slots, slot, waiting)
         else:
-            slots.begin(slot, stage, int(slots.end[slot]) - result.stopped, self._stop_set(stage))
+            start = 0 if stage.restart else int(slots.end[slot]) - result.stopped
+            slots.begin(slot, stage, start, self._stop_set(stage))
 
     def _start_next_job(self, slots: _Slots, slot: int, waiting: Iterator[tuple[int, Job[T]]]) -> Iterator[T]:
         for number, job in waiting:

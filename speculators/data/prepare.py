@@ -65,7 +65,7 @@ class RowPreparer:
         Raises:
             RowError: there are none.
         """
-        parsed = _parse(row)
+        parsed = parse_row(row)
         if isinstance(parsed, Tokens):
             conversation = parsed.conversation
             if conversation.input_ids and max(conversation.input_ids) >= self._vocab_size:
@@ -200,7 +200,12 @@ def row_preparer(facts: ChatFacts, max_tokens: int | None = None, **options: Any
     return RowPreparer(encoder, facts.vocab_size, max_tokens, missing)
 
 
-def _parse(row: RawRow) -> Chat | Tokens:
+def parse_row(row: RawRow) -> Chat | Tokens:
+    """Read a row in whatever form it has.
+
+    Raises:
+        RowError: it has none.
+    """
     if not isinstance(row.content, bytes):
         return read_record(row.content)
     try:

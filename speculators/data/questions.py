@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from speculators.data.generation import Job, Stage, StageResult
@@ -77,11 +77,19 @@ class SynthesisSettings:
 
 @dataclass(frozen=True)
 class Exchange:
-    """What a job returns: a conversation, or the reason why there is none."""
+    """What a job returns: a conversation, or the reason why there is none.
+
+    Attributes:
+        topic: what was asked about.
+        conversation: None where it was dropped.
+        dropped: why.
+        question: its text; "" where none was written, or was given.
+    """
 
     topic: str
     conversation: Conversation | None
     dropped: str | None = None
+    question: str = ""
 
 
 class ChatFrame:
@@ -129,6 +137,11 @@ class ChatFrame:
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         return text
 
+    def user_text(self, prompt_ids: Sequence[int]) -> str:
+        """The user's turn in the tokens up to a reply."""
+        text: str = self._tokenizer.decode(prompt_ids)
+        return text.removeprefix(self.opening).removesuffix(self.closing)
+
 
 # Looks at a question (its text, all tokens so far) and returns why to drop it, or None.
 QuestionCheck = Callable[[str, Sequence[int]], str | None]
@@ -152,11 +165,12 @@ def question_and_reply(frame: ChatFrame, topic: Topic, settings: SynthesisSettin
     else:
         dropped = question.dropped
     if dropped is not None:
-        return Exchange(topic.name, None, dropped)
+        return Exchange(topic.name, None, dropped, question.text)
     room = settings.max_tokens - len(question.token_ids) - len(question.forced)
     if room < settings.min_reply_tokens:
-        return Exchange(topic.name, None, "question too long")
-    return (yield from reply(question.forced, topic.name, settings, draw, room))
+        return Exchange(topic.name, None, "question too long", question.text)
+    answered = yield from reply(question.forced, topic.name, settings, draw, room)
+    return replace(answered, question=question.text)
 
 
 def reply(forced: Sequence[int], topic: str, settings: SynthesisSettings, draw: random.Random, room: int | None = None) -> Job[Exchange]:
@@ -164,7 +178,7 @@ def reply(forced: Sequence[int], topic: str, settings: SynthesisSettings, draw: 
     budget = settings.max_reply_tokens if room is None else min(room, settings.max_reply_tokens)
     shares, temperatures = zip(*settings.reply_temperatures, strict=True)
     temperature = draw.choices(temperatures, shares)[0]
-    result = yield Stage(forced, budget, temperature, abandon_if=_loops)
+    result = yield Stage(forced, budget, temperature, abandon_if=loops)
     if result.finish_reason == "abandoned" or is_degenerate(result.token_ids):
         return Exchange(topic, None, "reply loops")
     if len(result.token_ids) < settings.min_reply_tokens:
@@ -173,7 +187,7 @@ def reply(forced: Sequence[int], topic: str, settings: SynthesisSettings, draw: 
     return Exchange(topic, Conversation(result.context + result.token_ids, mask, topic, truncated=not result.stopped))
 
 
-def _loops(token_ids: Sequence[int]) -> bool:
+def loops(token_ids: Sequence[int]) -> bool:
     """Whether a reply is stuck. It would not end by itself: without this, the replies to drop would take the most time."""
     return repeated_ngram_fraction(token_ids[-128:]) > 0.5
 

@@ -212,6 +212,7 @@ def save_conversations(
     *,
     vocab_size: int,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    settings: Mapping[str, Any] | None = None,
 ) -> list[Path]:
     """Write a new folder at once, all of it or nothing; see `ConversationWriter`.
 
@@ -221,6 +222,7 @@ def save_conversations(
         header: JSON values about the data (verifier, settings, counts); its key "conversations" is set here.
         vocab_size: of the verifier.
         max_shard_bytes: largest shard.
+        settings: what the content depends on, by which a later run knows that it is complete.
 
     Raises:
         DataError: there is nothing to write, or the folder holds something already.
@@ -232,7 +234,7 @@ def save_conversations(
         raise DataError(f"{path} exists already; name a new folder, or remove that one first")
     make_folder(path.parent)
     shutil.rmtree(PartialFolder.place(path), ignore_errors=True)  # of a save that was killed: this one begins anew
-    writer = ConversationWriter(path, {}, vocab_size=vocab_size, max_shard_bytes=max_shard_bytes)
+    writer = ConversationWriter(path, settings or {}, vocab_size=vocab_size, max_shard_bytes=max_shard_bytes)
     try:
         for conversation in conversations:
             writer.add(ConversationBlock.of([conversation]), {})
