@@ -138,7 +138,7 @@ def test_truncated_replies_are_flagged_or_dropped_by_rule() -> None:
 
 
 def test_the_engines_rows_hold_what_the_verifier_generates_from_the_served_prompt(verifier: Verifier, tmp_path: Path) -> None:
-    questions = [{"prompt": word} for word in ("Alone", "Why", "How so")]
+    questions = [{"prompt": word * 3, "system": f"Be {word}"} for word in ("brief", "kind", "rude", "long")]
     card = answered(tmp_path, [TWO_TURNS, *questions, "broken", {"prompt": "x" * 300}], EngineWriter(verifier, slots=2))
     assert card["model"] == "tiny-chat"
     assert (card["counts"]["dropped: not valid JSON"], card["counts"]["dropped: no room for a reply"]) == (1, 1)
