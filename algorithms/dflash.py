@@ -260,7 +260,7 @@ class DFlash(Speculator):
         state.cache.commit(observation)
 
     def decode_hidden(self, state: InjectionState, anchor: Tensor, num_draft_tokens: int) -> Tensor:
-        """Hidden states [rows, K, hidden] of the draft slots, after the final norm."""
+        """Hidden states [rows, slots, hidden] of the whole block, after the final norm; see `draft_slots`."""
         assert self.config.mask_token_id is not None
         cache, slots = state.cache, num_draft_tokens + (not self.config.sample_from_anchor)
         inputs = cache.draft_inputs(
@@ -282,10 +282,11 @@ class DFlash(Speculator):
                 window=window,
             )
             x = layer(x, rotation, attend)
-        return self.draft_slots(self.norm(x))[:, 0]
+        hidden: Tensor = self.norm(x)[:, 0]
+        return hidden
 
     def propose(self, state: InjectionState, anchor: Tensor, sampler: DraftSampler, num_draft_tokens: int) -> Proposal:
         """Draw every slot independently of the others, all from one pass."""
-        logits = self.draft_logits(self.decode_hidden(state, anchor, num_draft_tokens))
+        logits = self.draft_logits(self.draft_slots(self.decode_hidden(state, anchor, num_draft_tokens)))
         sampler.draw_block(self.to_verifier_vocabulary(logits))
         return sampler.proposal()

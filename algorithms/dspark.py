@@ -128,6 +128,19 @@ class DSpark(DFlash):
         logits: Tensor = self.confidence_head(hidden, embedded)
         return logits
 
+    def first_state(self, head: MarkovHead, anchor: Tensor, hidden: Tensor) -> Tensor:
+        """State of the sequential head before the first draft slot, [..., rank].
+
+        The recurrence starts at the block's first slot. Where that is the anchor's and only conditions, it has taken a step.
+
+        Args:
+            head: the sequential head.
+            anchor: [...] int64, the anchor tokens.
+            hidden: [..., hidden] of the block's first slot.
+        """
+        state = head.initial_state(anchor)
+        return state if self.config.sample_from_anchor else head.step(anchor, hidden, state)[1]
+
     def loss_at(self, batch: TrainingBatch, anchors: Anchors) -> LossOutput:
         """DFlash's objective with teacher-forced Markov bias, plus the confidence head's binary cross entropy.
 
@@ -135,11 +148,13 @@ class DSpark(DFlash):
         gradient, so confidence never trades acceptance for being easy to predict.
         """
         options = self.config.training_options
-        hidden = self.draft_slots(self.training_hidden(batch, anchors))
+        block = self.training_hidden(batch, anchors)
+        hidden = self.draft_slots(block)
         supervision = Supervision.of(batch, anchors, hidden.shape[2])
         factors = bias_head = None
         if self.markov_head is not None:
-            factors = self.markov_head.factors(supervision.previous, hidden)
+            state = self.first_state(self.markov_head, anchors.input_ids(batch), block[..., 0, :])
+            factors = self.markov_head.factors(supervision.previous, hidden, state)
             bias_head = self.markov_head.markov_w2.weight
         output, terms, weights = block_loss(self, options, batch, supervision, hidden, bias_factors=factors, bias_head=bias_head)
         if self.confidence_head is None:
@@ -163,13 +178,14 @@ class DSpark(DFlash):
 
     def propose(self, state: InjectionState, anchor: Tensor, sampler: DraftSampler, num_draft_tokens: int) -> Proposal:
         """One parallel pass, then the sequential head: K cheap steps, each fed the token drawn before it."""
-        hidden = self.decode_hidden(state, anchor, num_draft_tokens)
+        block = self.decode_hidden(state, anchor, num_draft_tokens)
+        hidden = self.draft_slots(block)
         logits, head = self.draft_logits(hidden), self.markov_head
         if head is None:
             token_ids = sampler.draw_block(self.to_verifier_vocabulary(logits))
         else:
             ids = self.draft_token_ids() if self.has_reduced_vocabulary else None
-            chain = MarkovChain(logits, head.markov_w2.weight, anchor, head.chain(hidden, anchor), ids)
+            chain = MarkovChain(logits, head.markov_w2.weight, anchor, head.chain(hidden, self.first_state(head, anchor, block[:, 0])), ids)
             token_ids = sampler.draw_chain(chain, self.to_verifier_vocabulary)
         if self.confidence_head is None:
             return sampler.proposal()

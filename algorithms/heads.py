@@ -71,25 +71,27 @@ class MarkovHead(nn.Module):
         keep = torch.sigmoid(gate)
         return torch.tanh(output), keep * state + (1 - keep) * torch.tanh(candidate)
 
-    def factors(self, previous: Tensor, hidden: Tensor) -> Tensor:
-        """Teacher-forced factors of a whole block: [..., K] tokens and [..., K, hidden] -> [..., K, rank]."""
+    def factors(self, previous: Tensor, hidden: Tensor, state: Tensor | None = None) -> Tensor:
+        """Teacher-forced factors of a whole block: [..., K] tokens and [..., K, hidden] -> [..., K, rank].
+
+        `state` [..., rank] is what the first slot's step starts from, `initial_state` when None.
+        """
+        state = self.initial_state(previous[..., 0]) if state is None else state
         if self.kind != "rnn":
-            return self.step(previous, hidden, self.initial_state(previous))[0]
-        state = self.initial_state(previous[..., 0])
+            return self.step(previous, hidden, state)[0]
         steps = []
         for k in range(previous.shape[-1]):
             factor, state = self.step(previous[..., k], hidden[..., k, :], state)
             steps.append(factor)
         return torch.stack(steps, dim=-2)
 
-    def chain(self, hidden: Tensor, anchor: Tensor) -> Callable[[int, Tensor], Tensor]:
+    def chain(self, hidden: Tensor, state: Tensor) -> Callable[[int, Tensor], Tensor]:
         """The steps of one drawn block: a function of (slot k, tokens before it [rows]), called once a slot, in order.
 
         Args:
             hidden: [rows, K, hidden].
-            anchor: [rows] int64.
+            state: [rows, rank], what the first slot's step starts from.
         """
-        state = self.initial_state(anchor)
 
         def factors(k: int, previous: Tensor) -> Tensor:
             nonlocal state

@@ -19,7 +19,9 @@ IMPLEMENTATIONS = ["reference", "triton"]
 def through(head: MarkovHead, logits: Tensor, hidden: Tensor, anchor: Tensor, ids: Tensor | None = None, **options: Any) -> MarkovDrafts:
     """The head's own steps as `factors`."""
     with torch.no_grad():
-        return markov_sampling(MarkovChain(logits, head.markov_w2.weight, anchor, head.chain(hidden, anchor), ids), **options)
+        return markov_sampling(
+            MarkovChain(logits, head.markov_w2.weight, anchor, head.chain(hidden, head.initial_state(anchor)), ids), **options
+        )
 
 
 def random_head(kind: str, vocabulary: int, rank: int, draft_vocabulary: int | None = None, hidden: int = 6) -> MarkovHead:

@@ -65,6 +65,7 @@ CASES = {
     "dspark-vanilla": Case("dspark", {"markov_head_type": "vanilla"}),
     "dspark-gated-reduced": Case("dspark", {"markov_head_type": "gated"}, reduced=True),
     "dspark-rnn": Case("dspark", {"markov_head_type": "rnn"}),
+    "dspark-rnn-conditioning-anchor": Case("dspark", {"markov_head_type": "rnn", "sample_from_anchor": False, "block_size": K + 1}),
     "eagle3": Case("eagle3", {"norm_before_fc": True}),
     "eagle3-normed-output-reduced": Case(
         "eagle3", {"fc_norm": True, "norm_output": True, "norm_before_residual": True}, QWEN3, reduced=True
