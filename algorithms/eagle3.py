@@ -91,7 +91,8 @@ class Eagle3(InputFusion):
         options = self.config.training_options
         supervision = Supervision.of(batch, anchors, options.passes)
         hidden = self.training_hidden(batch, anchors, supervision)
-        return block_loss(self, options, batch, supervision, hidden)[0]
+        factors, bias_head = self.own_head_bias(hidden)
+        return block_loss(self, options, batch, supervision, hidden, bias_factors=factors, bias_head=bias_head)[0]
 
     def training_hidden(self, batch: TrainingBatch, anchors: Anchors, supervision: Supervision) -> Tensor:
         """Outputs of every pass, [R, N, passes, hidden], after the final norm.

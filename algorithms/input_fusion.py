@@ -37,6 +37,8 @@ class InputFusionConfig(SpeculatorConfig):
         fc_norm: one RMS norm for each tap before fc; excludes norm_before_fc.
         norm_output: EAGLE-3 feeds the normed output back into its next pass.
         embed_requires_grad: the drafter owns and trains its token embedding instead of sharing the verifier's.
+        lm_head_requires_grad: the same of its output head. Not a key of version 0.9, whose files may hold such a head and
+            do not say so; see `speculators.checkpoint.shared.with_own_head`.
     """
 
     aux_layer_key = "eagle_aux_hidden_state_layer_ids"
@@ -47,17 +49,28 @@ class InputFusionConfig(SpeculatorConfig):
     fc_norm: bool = False
     norm_output: bool = False
     embed_requires_grad: bool = False
+    lm_head_requires_grad: bool = False
 
 
 class InputFusionOptions(DrafterOptions):
-    """Options of EAGLE-3 and P-EAGLE. Both draft any number of tokens with the same weights."""
+    """Options of EAGLE-3 and P-EAGLE. Both draft any number of tokens with the same weights.
 
-    adjustable = {"num_draft_tokens": "speculators_config"}
+    Attributes:
+        train_head: the drafter trains an output head of its own, which starts as the verifier's.
+    """
+
+    adjustable = {"num_draft_tokens": "speculators_config", "train_head": "lm_head_requires_grad"}
 
     norm_before_residual: bool = False
     norm_before_fc: bool = True
     fc_norm: bool = False
     norm_output: bool = False
+    train_head: bool = False
+
+    @classmethod
+    def stored_in(cls, config: SpeculatorConfig) -> dict[str, Any]:
+        """See `DrafterOptions.stored_in`."""
+        return {**super().stored_in(config), "train_head": getattr(config, "lm_head_requires_grad", False)}
 
 
 def fusion_caveats(config: InputFusionConfig) -> list[str]:
@@ -122,6 +135,7 @@ class InputFusion(Speculator):
         )
         self.norm = RMSNorm(layers.hidden_size, eps=eps)
         self.embed_tokens = nn.Embedding(layers.vocab_size, layers.hidden_size) if config.embed_requires_grad else None
+        self.lm_head = nn.Linear(layers.hidden_size, config.draft_vocab_size, bias=False) if config.lm_head_requires_grad else None
         self._rotary = RotaryEmbedding(layers)
         initialise(self, layers.initializer_range)
 
@@ -133,7 +147,9 @@ class InputFusion(Speculator):
 
     @classmethod
     def continued_config(cls, source: SpeculatorConfig, verifier: VerifierWeights, **options: Any) -> SpeculatorConfig:
-        """See `Speculator.continued_config`."""
+        """See `Speculator.continued_config`. A head that a drafter of another method trained stays the drafter's own."""
+        if source.speculators_model_type != cls.method and getattr(source, "lm_head_requires_grad", False):
+            options = {"train_head": True, **options}
         return continued_config(cls, cls.options_class, source, verifier, options)
 
     @classmethod
@@ -149,16 +165,26 @@ class InputFusion(Speculator):
             "norm_before_fc": options.norm_before_fc,
             "fc_norm": options.fc_norm,
             "norm_output": options.norm_output,
+            **({"lm_head_requires_grad": True} if options.train_head else {}),
         }
 
     @classmethod
     def from_verifier(cls, verifier: VerifierWeights, **options: Any) -> Any:
-        """A fresh drafter; one that trains its embedding starts from the verifier's."""
+        """A fresh drafter; an embedding or head that it trains starts from the verifier's."""
         speculator = super().from_verifier(verifier, **options)
-        if speculator.embed_tokens is not None:
-            with torch.no_grad():
+        with torch.no_grad():
+            if speculator.embed_tokens is not None:
                 speculator.embed_tokens.weight.copy_(verifier.embedding)
+            if speculator.lm_head is not None and not speculator.has_reduced_vocabulary:
+                speculator.lm_head.weight.copy_(verifier.head)
         return speculator
+
+    def set_draft_vocabulary(self, verifier_ids: Tensor) -> None:
+        """See `Speculator.set_draft_vocabulary`; a head that the drafter trains starts from the verifier's rows of it."""
+        super().set_draft_vocabulary(verifier_ids)
+        if self.lm_head is not None and self.is_attached:
+            with torch.no_grad():
+                self.lm_head.weight.copy_(self.head_weight())
 
     # -- the network -----------------------------------------------------------------------------------------
 
@@ -177,6 +203,40 @@ class InputFusion(Speculator):
         """Token embeddings in the compute dtype: the drafter's own table where it trains one, else the verifier's."""
         embedded = self.verifier.embed(token_ids) if self.embed_tokens is None else self.embed_tokens(token_ids)
         return embedded.to(self.compute_dtype())
+
+    def draft_logits(self, hidden: Tensor) -> Tensor:
+        """See `Speculator.draft_logits`. A head of its own is all there is: engines add no scale, cap or bias to it."""
+        return super().draft_logits(hidden) if self.lm_head is None else nn.functional.linear(hidden, self.lm_head.weight)
+
+    def own_head_bias(self, hidden: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """What `block_loss` takes as bias for the drafter to be scored with its own head W'; None twice where it has none.
+
+        The loss knows the verifier's head, logits s W h + b, and a bias B f on the drafter's. With f = [h ; 1] and
+        B = [W' - s W ; -b] the drafter's logits are W' h, and gradients reach W' and h.
+
+        Args:
+            hidden: [..., hidden] after the drafter's final norm.
+
+        Returns:
+            f [..., hidden or hidden + 1] and B [draft vocabulary, the same].
+
+        Raises:
+            ConfigError: the verifier caps its logits, and a bias after the cap cannot undo it.
+        """
+        if self.lm_head is None:
+            return None, None
+        verifier = self.verifier
+        if verifier.logit_softcap is not None:
+            raise ConfigError(
+                f"{verifier.name_or_path!r} caps its logits at {verifier.logit_softcap}, and no head of its own can be trained beside"
+                " that; leave train_head out"
+            )
+        factors, difference = hidden, self.lm_head.weight - verifier.logit_scale * self.head_weight()
+        if verifier.head_bias is not None:
+            bias = verifier.head_bias[self.draft_token_ids()] if self.has_reduced_vocabulary else verifier.head_bias
+            factors = torch.cat([hidden, hidden.new_ones(*hidden.shape[:-1], 1)], dim=-1)
+            difference = torch.cat([difference, -bias[:, None]], dim=-1)
+        return factors, difference
 
     def decoder_layers(self) -> list[DecoderLayer]:
         """The layers, typed."""

@@ -20,7 +20,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("eagle3", {}),
     ("eagle3", {"norm_output": True, "norm_before_residual": True}),
     ("eagle3", {"fc_norm": True, "norm_before_fc": False, "sliding_window": 4}),
+    ("eagle3", {"train_head": True}),
     ("peagle", {"training": {"keep_rate": 1.0, "num_depths": 5}}),
+    ("peagle", {"training": {"keep_rate": 1.0, "num_depths": 5}, "train_head": True}),
     ("peagle", {"training": {"keep_rate": 1.0, "num_depths": 5}, "train_embedding": False, "sliding_window": 4}),
     ("dflash", {}),
     ("dflash", {"is_causal": True}),
@@ -46,7 +48,7 @@ def training_logits(speculator: Speculator, batch: TrainingBatch, index: list[in
     real = objective.distillation_loss
 
     def capture(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        logits = speculator.draft_logits(hidden)
+        logits = Speculator.draft_logits(speculator, hidden)  # of the verifier's head, as the loss knows it
         if kwargs["bias_factors"] is not None:
             logits = logits + kwargs["bias_factors"] @ kwargs["bias_head"].T
         seen.append(logits.detach())

@@ -295,12 +295,13 @@ def test_an_embedding_that_eagle3_trained_itself_is_kept_as_its_own(tmp_path: Pa
     assert torch.equal(tensors_of(tmp_path / "native")["embed_tokens.weight"], table)
 
 
-def test_a_head_that_eagle3_trained_itself_is_refused_as_what_it_is(tmp_path: Path) -> None:
+def test_a_head_that_eagle3_trained_itself_is_kept_as_its_own(tmp_path: Path) -> None:
     own = torch.randn(20, 32, generator=torch.Generator().manual_seed(3)).bfloat16()
     folder = foreign.safeailab(tmp_path / "source", head=own)
-    with pytest.raises(CheckpointError, match=r"lm_head\.weight .* 'tiny-verifier' in row 0: .*trained its own output head"):
-        convert(folder, tmp_path / "native", verifier=verifier_weights())
-    assert not (tmp_path / "native").exists()
+    convert(folder, tmp_path / "native", verifier=verifier_weights())
+    assert config_of(tmp_path / "native")["lm_head_requires_grad"] is True
+    drafter_of_its_own = load(tmp_path / "native", verifier_weights(torch.bfloat16))
+    assert torch.equal(drafter_of_its_own.get_parameter("lm_head.weight"), own)
 
 
 def test_a_source_with_d2t_alone_gets_the_t2d_that_follows_from_it(tmp_path: Path) -> None:
@@ -369,6 +370,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str, str]] = {
     "another algorithm": (lambda: drafter("eagle3"), "z-lab", "eagle3 drafter"),
     "autoregressive": (lambda: drafter("eagle3"), "aws-peagle", "eagle3 drafter"),
     "parallel": (lambda: drafter("peagle"), "safeailab", "peagle drafter"),
+    "own head": (lambda: drafter("eagle3", num_layers=1, norm_before_fc=False, train_head=True), "deepspec", "its own output head"),
 }
 
 

@@ -20,6 +20,7 @@ from speculators.checkpoint.shared import (
     check_shared_tensors,
     first_difference,
     verifier_tensor,
+    with_own_head,
 )
 from speculators.checkpoint.storage import CONFIG_FILE, StoredTensors, read_json, read_tensors, resolve, weight_files
 from speculators.checkpoint.validation import offences, skeleton
@@ -135,6 +136,9 @@ def inspect(path_or_repo: str | Path, verifier: VerifierWeights | None = None, *
     embedding_hash = None if config is None else _attempt(problems, compact_hash, config, folder / CONFIG_FILE)
     if config is not None:
         if verifier is not None:
+            if stored is not None:
+                same = embedding_hash is not None
+                config = _attempt([], with_own_head, config, stored.tensors, verifier, same_embedding=same) or config
             problems += _pairing_problems(config, folder, stored, embedding_hash, verifier)
             named = config.speculators_config.verifier.name_or_path
             if named != verifier.name_or_path:
@@ -177,10 +181,10 @@ def inspect(path_or_repo: str | Path, verifier: VerifierWeights | None = None, *
     )
 
 
-def _attempt(problems: list[str], read: Callable[..., Any], *arguments: Any) -> Any:
+def _attempt(problems: list[str], read: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """What `read` returns; None and one more problem where it cannot be read."""
     try:
-        return read(*arguments)
+        return read(*arguments, **named)
     except SpeculatorsError as error:
         problems.append(str(error))
         return None

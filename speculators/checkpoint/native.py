@@ -11,7 +11,17 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from speculators.checkpoint.card import MARKER, ModelCard, render_card
-from speculators.checkpoint.shared import EMBEDDING, HEAD, SHARED_NAMES, check_embedding_hash, compact_form, full_form, verifier_tensor
+from speculators.checkpoint.shared import (
+    EMBEDDING,
+    HEAD,
+    HEAD_KEY,
+    SHARED_NAMES,
+    check_embedding_hash,
+    compact_form,
+    full_form,
+    verifier_tensor,
+    with_own_head,
+)
 from speculators.checkpoint.storage import (
     CARD_FILE,
     CONFIG_FILE,
@@ -120,6 +130,8 @@ def config_to_write(speculator: Speculator, dtype: str, embedding_hash: str | No
         value = getattr(config, name)
         if value is None or isinstance(value, BaseModel):
             data.pop(name, None)  # nothing was said: a file from elsewhere must not come to claim how it was trained
+    if not data.get(HEAD_KEY):
+        data.pop(HEAD_KEY, None)  # no key of version 0.9: said only where it is so
     data["architectures"] = [get_algorithm(speculator.method).serving.architecture]
     data["speculators_version"] = FORMAT_VERSION
     data["transformers_version"] = version("transformers")
@@ -185,7 +197,8 @@ def load(
 
     Reads files of version 0.8 and 0.9, single or sharded, in any float dtype. Verifier tensors that a file repeats
     and the algorithm borrows (`embed_tokens`, `lm_head`) are compared with the verifier's and then dropped; without a
-    verifier they are kept for `Speculator.attach`, which compares them.
+    verifier they are kept for `Speculator.attach`, which compares them. A head that the drafter trained is its own, also
+    in files that do not say so.
 
     Args:
         path_or_repo: a folder, or a Hub repository `owner/name`.
@@ -216,6 +229,7 @@ def load(
         Speculator.attach(skeleton(config, folder / CONFIG_FILE), verifier)
         if embedding_hash is not None:
             check_embedding_hash(embedding_hash, made_for, verifier)
+        config = with_own_head(config, stored.tensors, verifier, same_embedding=embedding_hash is not None)
     validate(
         config,
         stored.tensors,

@@ -14,12 +14,15 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from speculators.config import SpeculatorConfig
 from speculators.errors import CheckpointError, PairingError
 from speculators.speculator import Speculator, VerifierWeights
 
 EMBEDDING = "embed_tokens.weight"
 HEAD = "lm_head.weight"
 SHARED_NAMES = (EMBEDDING, HEAD)
+# Keys that say of an embedding and of a head that they are the drafter's own, in the configurations that have them.
+EMBEDDING_KEY, HEAD_KEY = "embed_requires_grad", "lm_head_requires_grad"
 _CHUNK_VALUES = 1 << 24  # compare and hash in pieces: a table of 150,000 tokens is never copied whole
 
 _digests: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -179,3 +182,44 @@ def check_shared_tensors(stored: Mapping[str, Tensor], made_for: str | None, ver
                 f"{name} of this checkpoint (made for {made_for!r}) differs from that of {verifier.name_or_path!r} in row {row}:"
                 f" the drafter would read another table than it was trained on; load it with {made_for!r}"
             )
+
+
+def with_own_head(
+    config: SpeculatorConfig, tensors: Mapping[str, Tensor], verifier: VerifierWeights, *, same_embedding: bool
+) -> SpeculatorConfig:
+    """The configuration, saying that the stored head is the drafter's own where it is and nothing says so.
+
+    Version 0.9 of the format has no key for it, yet files of drafters with a trained head exist. Where the embedding is the
+    verifier's and the head is not, the pair is right and the head was trained.
+
+    Args:
+        config: of the checkpoint.
+        tensors: what it stores, of any shape.
+        verifier: what it is paired with.
+        same_embedding: whether the embedding is known to be the verifier's, by its hash.
+
+    Raises:
+        PairingError: the head differs from the verifier's, and nothing tells a trained head from a wrong verifier.
+    """
+    knows = type(config).model_fields
+    if HEAD not in tensors or HEAD_KEY not in knows or getattr(config, HEAD_KEY):
+        return config
+    t2d = tensors.get("t2d")
+    if t2d is not None and t2d.shape != (verifier.vocab_size,):
+        return config  # validation says more
+    theirs = verifier_tensor(HEAD, verifier, t2d)
+    row = first_difference(tensors[HEAD], theirs) if tensors[HEAD].shape == theirs.shape else None
+    if row is None:
+        return config
+    borrowed = tensors.get(EMBEDDING) if not getattr(config, EMBEDDING_KEY, False) else None
+    if borrowed is not None:
+        same_embedding = borrowed.shape == verifier.embedding.shape and first_difference(borrowed, verifier.embedding) is None
+        if not same_embedding:
+            return config  # the comparison of the embeddings tells that this is the wrong verifier
+    if not same_embedding:
+        made_for = config.speculators_config.verifier.name_or_path
+        raise PairingError(
+            f"{HEAD} of this checkpoint (made for {made_for!r}) differs from that of {verifier.name_or_path!r} in row {row}: it belongs to"
+            f" another verifier, or the drafter trained its own head; load it with {made_for!r}, or set {HEAD_KEY} to true in config.json"
+        )
+    return config.model_copy(update={HEAD_KEY: True})

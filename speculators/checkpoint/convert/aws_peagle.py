@@ -15,6 +15,7 @@ from speculators.checkpoint.convert.eagle_drafters import (
     TAPS_KEY,
     eagle_config,
     eagle_to_native,
+    has_own_head,
     native_names,
     stored_taps,
 )
@@ -57,6 +58,7 @@ class AwsPEagle(FormatAdapter):
             taps=stored_taps(config, verifier),
             num_draft_tokens=PEagleTraining().num_depths,  # the format does not say; engines take K from the command line
             own_embedding=EMBEDDING in kept,
+            own_head=has_own_head(kept, verifier),
             fields={"mask_token_id": integer(config, _MASK_KEY)},
         )
         return native, kept

@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor
 
-from speculators.algorithms.input_fusion import InputFusionConfig
 from speculators.checkpoint.card import ModelCard, render_card
 from speculators.checkpoint.convert.adapter import Tensors
 from speculators.checkpoint.convert.fields import stored_copy
@@ -21,13 +20,12 @@ from speculators.checkpoint.native import (
     read_config_folder,
 )
 from speculators.checkpoint.shared import (
-    HEAD,
     SHARED_NAMES,
     check_embedding_hash,
     check_shared_tensors,
-    first_difference,
     stored_names,
     verifier_tensor,
+    with_own_head,
 )
 from speculators.checkpoint.storage import (
     CARD_FILE,
@@ -138,6 +136,8 @@ def convert(
 def _read_native(folder: Path, stored: StoredTensors, verifier: VerifierWeights | None) -> tuple[SpeculatorConfig, Tensors]:
     config = read_config_folder(folder, verifier)
     digest = compact_hash(config, folder / CONFIG_FILE)
+    if verifier is not None:
+        config = with_own_head(config, stored.tensors, verifier, same_embedding=False)
     return config, _checked(config, stored.tensors, stored, folder, verifier, digest)
 
 
@@ -187,13 +187,6 @@ def _compare_copies(config: SpeculatorConfig, tensors: Mapping[str, Tensor], ver
     """What the checkpoint repeats of the verifier, not what the drafter owns, must equal it."""
     owned = skeleton(config).state_dict()
     copies = {name: tensors[name] for name in SHARED_NAMES if name in tensors and name not in owned}
-    if HEAD in copies and isinstance(config, InputFusionConfig):  # the only drafters that are trained with a head of their own
-        row = first_difference(copies[HEAD], verifier_tensor(HEAD, verifier, tensors.get("t2d")))
-        if row is not None:
-            raise CheckpointError(
-                f"{HEAD} differs from that of {verifier.name_or_path!r} in row {row}: the drafter belongs to another verifier, or"
-                " trained its own output head, which no algorithm here has; name its verifier, or keep the drafter in its own format"
-            )
     check_shared_tensors(copies, config.speculators_config.verifier.name_or_path, verifier, tensors.get("t2d"))
 
 

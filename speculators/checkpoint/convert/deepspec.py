@@ -74,6 +74,7 @@ class DeepSpec(FormatAdapter):
             taps=native_taps(config, "target_layer_ids", verifier_depth(config, verifier)),
             num_draft_tokens=integer(config, "ttt_length"),
             own_embedding=False,
+            own_head=False,
             fields={},
         )
         return native, kept
@@ -112,6 +113,8 @@ class DeepSpec(FormatAdapter):
         self._refuse_windows(source)
         if source.embed_requires_grad:
             raise self.refuse("the drafter trained its own embedding", "the format repeats the verifier's")
+        if source.lm_head_requires_grad:
+            raise self.refuse("the drafter trained its own output head", "the format repeats the verifier's")
         if source.layers.model_type != "qwen3":
             raise self.refuse("the drafter has Llama layers", "the format's have query and key norms (Qwen3)")
         if source.layers.num_hidden_layers != 1:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from speculators.algorithms.input_fusion import InputFusionConfig
 from speculators.algorithms.options import default_taps
 from speculators.checkpoint.convert.adapter import FormatAdapter, Tensors
 from speculators.checkpoint.convert.fields import layer_fields, native_config, verifier_depth, without_zero_bias
-from speculators.checkpoint.shared import EMBEDDING, first_difference
+from speculators.checkpoint.shared import EMBEDDING, EMBEDDING_KEY, HEAD, HEAD_KEY, first_difference
 from speculators.checkpoint.storage import CONFIG_FILE, problem
 from speculators.config import SpeculatorConfig
 from speculators.errors import CheckpointError, ConfigError
@@ -77,6 +78,7 @@ def eagle_to_native(
     taps: list[int],
     num_draft_tokens: int,
     own_embedding: bool,
+    own_head: bool,
     fields: Mapping[str, Any],
 ) -> SpeculatorConfig:
     """The configuration of a drafter with input fusion in the speculators format.
@@ -96,7 +98,7 @@ def eagle_to_native(
         verifier,
         taps=taps,
         num_draft_tokens=num_draft_tokens,
-        fields={**switches, "embed_requires_grad": own_embedding, **fields},
+        fields={**switches, EMBEDDING_KEY: own_embedding, HEAD_KEY: own_head, **fields},
         layers=layers,
     )
 
@@ -112,6 +114,20 @@ def has_own_embedding(config: Mapping[str, Any], tensors: Mapping[str, Tensor], 
     if table.ndim == 2 and table.shape[1] != (config.get("target_hidden_size") or table.shape[1]):
         return True
     return verifier is not None and table.shape == verifier.embedding.shape and first_difference(table, verifier.embedding) is not None
+
+
+def has_own_head(tensors: Mapping[str, Tensor], verifier: VerifierWeights | None) -> bool:
+    """Whether a stored head is the drafter's own, in formats whose drafters train one: unless it is known to be the verifier's."""
+    head, d2t = tensors.get(HEAD), tensors.get("d2t")
+    if head is None or verifier is None:
+        return head is not None
+    theirs = verifier.head
+    if d2t is not None:
+        ids = (d2t.to(torch.int64) + torch.arange(d2t.numel())).to(theirs.device)
+        if bool(((ids < 0) | (ids >= len(theirs))).any()):
+            return False  # validation says more
+        theirs = theirs[ids]
+    return head.shape == theirs.shape and first_difference(head, theirs) is not None
 
 
 def eagle_config(adapter: FormatAdapter, config: SpeculatorConfig, method: str, held: Collection[str] = ()) -> InputFusionConfig:

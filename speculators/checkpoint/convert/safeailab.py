@@ -14,6 +14,7 @@ from speculators.checkpoint.convert.eagle_drafters import (
     eagle_config,
     eagle_to_native,
     has_own_embedding,
+    has_own_head,
     native_names,
     stored_taps,
 )
@@ -51,6 +52,7 @@ class SafeAILabEagle3(FormatAdapter):
             taps=stored_taps(config, verifier),
             num_draft_tokens=_DRAFT_TOKENS,
             own_embedding=has_own_embedding(config, kept, verifier),
+            own_head=has_own_head(kept, verifier),
             fields={},
         )
         return native, kept
