@@ -49,6 +49,11 @@ def make_folder(path: Path) -> None:
 
 
 def write_text_atomically(path: Path, text: str) -> None:
+    """`write_bytes_atomically` for text in UTF-8."""
+    write_bytes_atomically(path, text.encode())
+
+
+def write_bytes_atomically(path: Path, content: bytes) -> None:
     """Write beside the target, then rename: a reader sees the old file or the new one, never half of it.
 
     Raises:
@@ -60,8 +65,8 @@ def write_text_atomically(path: Path, text: str) -> None:
     except OSError as error:
         raise DataError(f"cannot write {path} ({error.strerror}); name another file") from None
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(content)
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException:

@@ -240,3 +240,116 @@ def preview(
         except RowError as error:
             console.rule(f"{title}: rejected", style="red")
             console.print(f"{error.reason}: {error}" if str(error) != error.reason else error.reason, style="red")
+
+
+@app.command()
+def store(
+    data: Annotated[Path, typer.Argument(help="Folder that `prepare` or `synthesize` wrote; or a store, with --verify.")],
+    output: Annotated[Path | None, typer.Option(help="New folder for the hidden states.")] = None,
+    verifier: VerifierOption = DEFAULT_VERIFIER,
+    method: Annotated[str, typer.Option(help="Store what this method taps by default.")] = "dflash",
+    taps: Annotated[str | None, typer.Option(help="Layer ids to store instead, as 2,15,27; a drafter may use some of them.")] = None,
+    row_length: Annotated[int, typer.Option(min=2, help="As for `train`.")] = 1024,
+    held_out: Annotated[float, typer.Option(help="As for `train`.")] = 0.02,
+    seed: Annotated[int, typer.Option(min=0, help="As for `train`.")] = 0,
+    states: Annotated[str, typer.Option(help="bfloat16, or float8 with a scale a token and layer: half the disk.")] = "bfloat16",
+    extracted: Annotated[Path | None, typer.Option(help="Take the states from this folder of vLLM's extract_hidden_states.")] = None,
+    layers: Annotated[str | None, typer.Option(help="Layer ids that were extracted, as 2,15,27,30.")] = None,
+    rows_per_forward: Annotated[int, typer.Option(min=1, help="Rows of one verifier forward.")] = 4,
+    shard_mib: Annotated[int, typer.Option(min=1, help="Size of a shard.")] = 1024,
+    estimate: Annotated[bool, typer.Option("--estimate", help="Only say how much disk it takes.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Only compare an existing store with its checksums.")] = False,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = None,
+    json: JsonOption = None,
+) -> None:
+    """Compute the verifier's hidden states once and keep them; `train --hidden-states` reads them. A killed run goes on where it was."""
+    check_json_path(json)
+    from speculators.data import hidden_states as stores
+    from speculators.data.rows import pack, split_held_out
+    from speculators.data.storage import load_conversations
+    from speculators.registry import get_algorithm
+
+    if verify:
+        size = stores.verify_store(data)
+        typer.echo(f"{data} is sound: {size / 2**30:.2f} GiB")
+        return
+    if output is None and not estimate:
+        raise DataError("name a folder with --output, or ask for --estimate")
+    conversations, _ = load_conversations(data)
+    target = load_verifier(verifier, dtype, device)
+    train_side, other_side = split_held_out(conversations, held_out)
+    splits = {"train": pack(train_side, row_length, seed)} | ({"held_out": pack(other_side, row_length, seed)} if other_side else {})
+    chosen = get_algorithm(method).speculator_class.default_config(target.weights).tapped_layers if taps is None else _layer_ids(taps)
+    layout = stores.Layout(tuple(chosen), target.hidden_size, states)
+    tokens = sum(int(stores.stored_lengths(rows).sum()) for rows in splits.values())
+    needed = tokens * layout.token_bytes
+    typer.echo(
+        f"{tokens} tokens of {layout.token_bytes} bytes: {needed / 2**30:.2f} GiB for the layers {list(layout.taps)} and the last state"
+    )
+    if estimate or output is None:
+        write_json(json, {"command": "data store", "tokens": tokens, "bytes": needed})
+        return
+    if extracted is not None:
+        from speculators.data.extracted import ExtractedStates
+
+        planes = _layer_ids(layers) if layers else [*layout.taps, target.num_layers]
+        compute: stores.StateFunction = ExtractedStates(extracted, planes, layout.taps, target.num_layers, target.hidden_size)
+    else:
+        compute = stores.verifier_states(target, layout.taps)
+    facts = {
+        "verifier": target.weights.name_or_path,
+        "source": "verifier" if extracted is None else str(extracted),
+        "data": str(data),
+        "row_length": row_length,
+        "held_out": held_out,
+        "seed": seed,
+    }
+    header = stores.store_hidden_states(
+        output,
+        splits,
+        compute,
+        layout,
+        facts,
+        device=target.device if extracted is None else "cpu",
+        rows_per_forward=rows_per_forward,
+        shard_bytes=shard_mib << 20,
+    )
+    typer.echo(f"hidden states of {header['tokens']} tokens in {output}: {header['bytes'] / 2**30:.2f} GiB, {len(header['shards'])} shards")
+    write_json(json, {"command": "data store", "output": output, **{key: value for key, value in header.items() if key != "shards"}})
+
+
+@app.command()
+def vocabulary(
+    data: Annotated[Path, typer.Argument(help="Folder that `prepare` or `synthesize` wrote.")],
+    verifier: VerifierOption = DEFAULT_VERIFIER,
+    size: Annotated[list[int] | None, typer.Option(min=1, help="Size of a draft vocabulary; repeatable.")] = None,
+    save: Annotated[bool, typer.Option("--save", help="Keep d2t and t2d of each size in the folder.")] = False,
+    json: JsonOption = None,
+) -> None:
+    """How much of the verifier's replies a reduced draft vocabulary of some size could propose."""
+    check_json_path(json)
+    from speculators.data import vocabulary as vocabularies
+    from speculators.data.storage import read_blocks, read_header
+    from speculators.loading import load_chat_facts
+
+    facts = load_chat_facts(verifier)
+    counts = vocabularies.count_labels(read_blocks(data), facts.vocab_size)
+    sizes = size or [2**power for power in range(8, 20) if 2**power < facts.vocab_size]
+    covered = vocabularies.coverage(counts, sizes)
+    typer.echo(f"{int(counts.sum())} supervised tokens, {int((counts > 0).sum())} different ones of {facts.vocab_size}")
+    for number, share in covered.items():
+        typer.echo(f"draft vocabulary {number}: covers {share:.2%}, never proposes the other {1 - share:.2%}")
+    if save:
+        for number in sizes:
+            key = vocabularies.vocabulary_key(read_header(data), number, facts.vocab_size, facts.stop_token_ids)
+            made = vocabularies.draft_vocabulary(counts, number, facts.stop_token_ids)
+            typer.echo(f"saved {vocabularies.save_vocabulary(data, key, made)}")
+    write_json(json, {"command": "data vocabulary", "data": data, "coverage": covered})
+
+
+def _layer_ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise DataError(f"layer ids {text!r} must be numbers with commas between, as 2,15,27") from None

@@ -1,6 +1,7 @@
-"""Where the hidden states of training rows come from: the verifier in the same process, each time or once.
+"""Where the hidden states of training rows come from: the verifier in the same process, each time or once, or a store on disk.
 
-The trainer knows `HiddenStateSource` only, so a disk store or a serving engine can take the verifier's place.
+The trainer knows `HiddenStateSource` only. Whichever it is, a run sees the same rows in the same order, so that the source
+changes its speed and nothing else.
 """
 
 from __future__ import annotations
@@ -8,12 +9,16 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from speculators.data.hidden_states import STATE_DTYPES, StoreReader, rows_digest
 from speculators.data.rows import PackedRows
+from speculators.errors import ConfigError
 from speculators.training.batch import TrainingBatch
 from speculators.training.graph import Capture
 from speculators.verifier import Verifier
@@ -21,6 +26,7 @@ from speculators.verifier import Verifier
 logger = logging.getLogger("speculators")
 
 GIB = 1 << 30
+_READERS = 4  # reads of a store in flight
 
 
 class HiddenStateSource(Protocol):
@@ -90,6 +96,74 @@ class ResidentRows:
         return self.source.batch(*self.tokens(index))
 
 
+class StoredRows(ResidentRows):
+    """Resident rows whose hidden states are read from a store at every visit.
+
+    A row is one read, several at a time. What the store leaves out, tokens behind a row's last label, is 0. A batch is valid
+    until the second call after its own: two buffers take turns.
+
+    Args:
+        source: whose taps are wanted, and on whose device.
+        rows: packed rows.
+        store: the folder, see `speculators.data.hidden_states`.
+
+    Raises:
+        DataError: there is no store, or it holds other rows.
+        ConfigError: it lacks a tap, or belongs to a verifier of another width.
+    """
+
+    def __init__(self, source: VerifierSource, rows: PackedRows, store: str | Path) -> None:
+        super().__init__(source, rows)
+        self._reader = StoreReader(store, rows_digest(rows))
+        layout, verifier = self._reader.layout, source.verifier
+        if layout.hidden_size != verifier.hidden_size:
+            raise ConfigError(f"the store {store} holds states of width {layout.hidden_size}, the verifier's is {verifier.hidden_size}")
+        missing = sorted(set(source.taps) - set(layout.taps))
+        if missing:
+            raise ConfigError(f"the store {store} holds the layers {list(layout.taps)}, not the tap {missing[0]}; store it with --taps")
+        if self._reader.verifier not in (None, verifier.weights.name_or_path):
+            logger.warning("the store %s was made with %r, not with %r", store, self._reader.verifier, verifier.weights.name_or_path)
+        self._planes = [layout.taps.index(tap) for tap in source.taps]
+        self._buffers: list[Tensor] = []
+        self._scales = torch.empty(0)
+        self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="store")
+        self._turn = 0
+
+    def batch(self, index: Tensor) -> TrainingBatch:
+        """See `HiddenStateSource.batch`. It waits for the disk, so it cannot be part of a CUDA graph."""
+        states = self.states(index.tolist())
+        device, dtype = self.source.verifier.device, self.source.verifier.dtype
+        taps = states[:, :, self._planes] if self._planes != list(range(states.shape[2] - 1)) else states[:, :, :-1]
+        input_ids, loss_mask, position_ids, document_ids = self.tokens(index)
+        return TrainingBatch(
+            input_ids,
+            taps.flatten(2).to(device=device, dtype=dtype),
+            states[:, :, -1].to(device=device, dtype=dtype),
+            loss_mask,
+            position_ids,
+            document_ids,
+        )
+
+    def states(self, rows: Sequence[int]) -> Tensor:
+        """[R, S, planes, hidden] of rows on the CPU, bfloat16 (float32 of a float8 store); row -1 is 0."""
+        layout = self._reader.layout
+        shape = (len(rows), self.row_length, layout.planes, layout.hidden_size)
+        if not self._buffers or self._buffers[0].shape != shape:
+            self._buffers = [torch.zeros(shape, dtype=STATE_DTYPES[layout.dtype]) for _ in range(2)]
+            self._scales = torch.zeros(shape[:3])
+        self._turn = 1 - self._turn
+        buffer, scaled = self._buffers[self._turn], layout.dtype == "float8"
+
+        def read(place: int) -> None:
+            row, tokens = rows[place], 0
+            if row >= 0:
+                tokens = self._reader.read_into(row, buffer[place], self._scales[place] if scaled else None)
+            buffer[place, tokens:].view(torch.uint8).zero_()
+
+        list(self._pool.map(read, range(len(rows))))
+        return buffer.float() * self._scales[..., None] if scaled else buffer
+
+
 class CachedRows:
     """Resident rows whose hidden states were computed once and stay on the device.
 
@@ -149,8 +223,9 @@ def hidden_state_source(
     memory_fraction: float = 0.6,
     rows_per_forward: int = 16,
     capture: Capture | None = None,
+    store: str | Path | None = None,
 ) -> HiddenStateSource:
-    """Rows with hidden states from the verifier: cached on its device where they fit, else computed at every visit.
+    """Rows with hidden states from the verifier: cached on its device where they fit, else computed, or read, at every visit.
 
     Args:
         verifier: the verifier.
@@ -161,18 +236,26 @@ def hidden_state_source(
         memory_fraction: the most of the free memory that cached states may take.
         rows_per_forward: rows of one verifier forward while filling the cache.
         capture: for CUDA graphs; made here when None.
+        store: a store to read from instead of running the verifier.
+
+    Raises:
+        DataError, ConfigError: the store is not of these rows, taps and verifier.
     """
-    resident = ResidentRows(VerifierSource(verifier, taps), rows)
+    source = VerifierSource(verifier, taps)
+    resident = ResidentRows(source, rows) if store is None else StoredRows(source, rows, store)
+    if store is not None:
+        capture = Capture(verifier.device, enabled=False)
     if not cache_states:
         return resident
     dtype = dtype or verifier.dtype
     needed, free = CachedRows.bytes_needed(resident, dtype), free_memory(verifier.device)
     if needed > memory_fraction * free:
         logger.warning(
-            "hidden states of all rows take %.1f GiB, more than %.0f%% of the %.1f GiB free: they are computed anew at every visit",
+            "hidden states of all rows take %.1f GiB, more than %.0f%% of the %.1f GiB free: they are %s at every visit",
             needed / GIB,
             100 * memory_fraction,
             free / GIB,
+            "computed anew" if store is None else "read",
         )
         return resident
     return CachedRows(resident, dtype, rows_per_forward, capture or Capture(verifier.device))
