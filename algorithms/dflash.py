@@ -25,7 +25,7 @@ from speculators.decoding.proposal import DraftSampler, Observation, Proposal
 from speculators.kernels.block_attention import block_attention
 from speculators.kernels.kv_injection import InjectionWeights, kv_injection
 from speculators.kernels.visible_keys import VisibleKeys, visible_blocks
-from speculators.registry import VllmServing, register_algorithm
+from speculators.registry import Need, PluginParts, VllmServing, register_algorithm
 from speculators.speculator import Speculator, VerifierWeights
 from speculators.training.batch import LossOutput, TrainingBatch
 
@@ -67,12 +67,24 @@ class DFlashConfig(SpeculatorConfig):
         return self.block_size if self.sample_from_anchor else self.block_size - 1
 
     @model_serializer(mode="wrap")
-    def _leave_unset_causality_out(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Engines read `is_causal` where it stands, whatever it is; unset, it must not stand there."""
+    def _causality_as_engines_read_it(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Where all layers agree, `sliding_window_non_causal` says how they attend, sliding or not.
+
+        vLLM takes the key for every layer: with the format's default, false, it drafts causally with a bidirectional
+        drafter of full attention, and acceptance drops. Readers that look at sliding layers only see no difference.
+        And engines read `is_causal` where it stands, whatever it is; unset, it must not stand there.
+        """
         data: dict[str, Any] = handler(self)
         if data.get("is_causal") is None:
             data.pop("is_causal", None)
+        if len(kinds := self.causalities) == 1:
+            data["sliding_window_non_causal"] = not kinds.pop()
         return data
+
+    @property
+    def causalities(self) -> set[bool]:
+        """Whether its layers attend causally inside the block: one value, or both where they differ."""
+        return {self.causal(layer) for layer in range(self.layers.num_hidden_layers)}
 
     def causal(self, layer: int) -> bool:
         """Whether a layer's attention inside the block is causal."""
@@ -104,20 +116,39 @@ class InjectionState:
     weights: InjectionWeights
 
 
-def serving_caveats(config: DFlashConfig) -> list[str]:
-    """What vLLM 0.32 reads differently in a DFlash configuration."""
-    caveats = []
+def serving_needs(config: DFlashConfig) -> list[Need]:
+    """What vLLM reads differently in a DFlash configuration."""
+    needs = []
     if config.sample_from_anchor:
-        caveats.append("sample_from_anchor = true: the V1 runner ignores it and drafts from wrong slots, the V2 runner refuses it")
+        what = "sample_from_anchor = true: the V1 runner ignores it and drafts from wrong slots, the V2 runner refuses it"
+        needs.append(Need(what, remedy="train the drafter as dspark, whose anchor slot predicts"))
+    if config.causalities != {not config.sliding_window_non_causal}:
+        value = str(config.sliding_window_non_causal).lower()
+        what = f"sliding_window_non_causal = {value}: vLLM takes it for every layer, whatever its attention"
+        needs.append(Need(what, plugin=True, remedy="save the checkpoint again" if len(config.causalities) == 1 else ""))
     if len({config.layers.window(layer) for layer in range(config.layers.num_hidden_layers)}) > 1:
-        caveats.append("layer_types mixes sliding and full attention: only the V2 runner serves it")
-    return caveats
+        needs.append(Need("layer_types mixes sliding and full attention: only the V2 runner serves it", since="0.26.0", runner="V2"))
+    return needs
+
+
+def complete_vllm_config(config: dict[str, Any], transformers_config: dict[str, Any]) -> None:
+    """Say how each layer attends: one value where all agree, else vLLM's own rule, which goes by layer types as ours does."""
+    causalities = DFlashConfig.parse(config).causalities
+    transformers_config["dflash_config"].pop("causal", None)
+    if len(causalities) == 1:
+        transformers_config["is_causal"] = transformers_config["dflash_config"]["causal"] = causalities.pop()
 
 
 @register_algorithm(
     "dflash",
     serving=VllmServing(
-        method="dflash", architecture="DFlashDraftModel", runners=("V1", "V2"), minimum_version="0.26.0", caveats=serving_caveats
+        method="dflash",
+        architecture="DFlashDraftModel",
+        runners=("V1", "V2"),
+        minimum_version="0.26.0",
+        needs=serving_needs,
+        plugin=PluginParts(complete=complete_vllm_config),
+        sglang=("--speculative-algorithm", "DFLASH"),
     ),
 )
 class DFlash(Speculator):

@@ -15,7 +15,7 @@ from speculators.algorithms.layers import initialise
 from speculators.algorithms.objective import block_loss
 from speculators.decoding.proposal import ConfidenceSource, DraftSampler, Proposal
 from speculators.kernels.markov_sampling import MarkovChain
-from speculators.registry import VllmServing, register_algorithm
+from speculators.registry import Need, PluginParts, VllmServing, register_algorithm
 from speculators.speculator import VerifierWeights
 from speculators.training.batch import LossOutput, TrainingBatch
 
@@ -67,18 +67,38 @@ class DSparkOptions(DFlashOptions):
     training: DSparkTraining = Field(default_factory=DSparkTraining)
 
 
-def serving_caveats(config: DSparkConfig) -> list[str]:
-    """What vLLM 0.32 reads differently in a DSpark configuration."""
+def serving_needs(config: DSparkConfig) -> list[Need]:
+    """What vLLM reads differently in a DSpark configuration."""
+    needs = []
+    if config.sample_from_anchor:
+        what = "sample_from_anchor = true: vLLM before 0.32 does not read it and drafts from wrong slots"
+        needs.append(Need(what, since="0.32.0", plugin=True, remedy="write the format it reads with `speculators convert --to deepspec`"))
     if config.markov_rank and config.markov_head_type != "vanilla":
-        return [f"markov_head_type = {config.markov_head_type!r}: it is read as 'vanilla', so later draft tokens are rejected"]
-    return []
+        what = f"markov_head_type = {config.markov_head_type!r}: it is read as 'vanilla', so later draft tokens are rejected"
+        needs.append(Need(what, plugin=True))
+    return needs
 
 
-# vLLM 0.26 serves DSpark too, but does not read sample_from_anchor in files of this format.
+def complete_vllm_config(config: dict[str, Any], transformers_config: dict[str, Any]) -> None:
+    """Name the layout under both keys that vLLM releases decide it by."""
+    anchor = DSparkConfig.parse(config).sample_from_anchor
+    transformers_config |= {"sample_from_anchor": anchor, "dspark_bonus_anchor": not anchor}
+
+
 @register_algorithm(
     "dspark",
     serving=VllmServing(
-        method="dspark", architecture="DSparkDraftModel", runners=("V2",), minimum_version="0.32.0", caveats=serving_caveats
+        method="dspark",
+        architecture="DSparkDraftModel",
+        runners=("V2",),
+        minimum_version="0.26.0",
+        needs=serving_needs,
+        plugin=PluginParts(
+            models={"Qwen3DSparkModel": "speculators.serving.markov_model:MarkovDraftModel"},
+            speculator="speculators.serving.markov_speculator:MarkovSpeculator",
+            complete=complete_vllm_config,
+        ),
+        sglang=("--speculative-algorithm", "DSPARK"),
     ),
 )
 class DSpark(DFlash):

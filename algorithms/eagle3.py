@@ -14,11 +14,18 @@ from pydantic import Field
 from torch import Tensor
 
 from speculators.algorithms.anchors import Anchors, Supervision
-from speculators.algorithms.input_fusion import InputFusion, InputFusionConfig, InputFusionOptions, InputFusionState, fusion_caveats
+from speculators.algorithms.input_fusion import (
+    InputFusion,
+    InputFusionConfig,
+    InputFusionOptions,
+    InputFusionState,
+    complete_vllm_config,
+    fusion_needs,
+)
 from speculators.algorithms.objective import Objective, block_loss
 from speculators.decoding.proposal import DraftSampler, Proposal
 from speculators.kernels.block_attention import block_attention
-from speculators.registry import VllmServing, register_algorithm
+from speculators.registry import PluginParts, VllmServing, register_algorithm
 from speculators.training.batch import LossOutput, TrainingBatch
 
 # An autoregressive drafter has no block; this bounds the state an engine preallocates for one round.
@@ -60,7 +67,13 @@ class Eagle3Options(InputFusionOptions):
 @register_algorithm(
     "eagle3",
     serving=VllmServing(
-        method="eagle3", architecture="Eagle3DraftModel", runners=("V1", "V2"), minimum_version="0.26.0", caveats=fusion_caveats
+        method="eagle3",
+        architecture="Eagle3DraftModel",
+        runners=("V1", "V2"),
+        minimum_version="0.26.0",
+        needs=fusion_needs,
+        plugin=PluginParts(complete=complete_vllm_config),
+        sglang=("--speculative-algorithm", "EAGLE3", "--speculative-num-steps", "{k}", "--speculative-eagle-topk", "1"),
     ),
 )
 class Eagle3(InputFusion):

@@ -23,6 +23,7 @@ from speculators.errors import ConfigError
 from speculators.kernels.block_attention import attention, block_attention
 from speculators.kernels.hidden_state_scatter import hidden_state_scatter
 from speculators.kernels.visible_keys import VisibleKeys, visible_documents
+from speculators.registry import Need
 from speculators.speculator import Speculator, VerifierWeights
 from speculators.training.batch import TrainingBatch
 
@@ -73,12 +74,20 @@ class InputFusionOptions(DrafterOptions):
         return {**super().stored_in(config), "train_head": getattr(config, "lm_head_requires_grad", False)}
 
 
-def fusion_caveats(config: InputFusionConfig) -> list[str]:
-    """What vLLM 0.32 reads differently in a configuration of this family: its Llama class takes fc for three taps wide."""
+def fusion_needs(config: InputFusionConfig) -> list[Need]:
+    """What vLLM reads differently in a configuration of this family: its Llama class takes fc for three taps wide."""
     taps, nested = len(config.tapped_layers), getattr(config.layers, "num_aux_hidden_states", None)
     if config.layers.model_type == "llama" and taps != (nested or 3):
-        return [f"{taps} taps need transformer_layer_config.num_aux_hidden_states = {taps}, or the first request fails; save it again"]
+        what = f"{taps} taps need transformer_layer_config.num_aux_hidden_states = {taps}, or the first request fails"
+        return [Need(what, plugin=True, remedy="save it again")]
     return []
+
+
+def complete_vllm_config(config: dict[str, Any], transformers_config: dict[str, Any]) -> None:
+    """Take over what vLLM drops: the number of taps (Llama), and for P-EAGLE the norms."""
+    transformers_config["num_aux_hidden_states"] = len(InputFusionConfig.parse(config).tapped_layers)
+    for key in ("fc_norm", "norm_output"):
+        transformers_config[key] = bool(config.get(key, False))
 
 
 @dataclass

@@ -19,7 +19,8 @@ from speculators.algorithms.input_fusion import (
     InputFusionConfig,
     InputFusionOptions,
     InputFusionState,
-    fusion_caveats,
+    complete_vllm_config,
+    fusion_needs,
 )
 from speculators.algorithms.objective import Objective, block_loss, on_device
 from speculators.algorithms.options import default_mask_token
@@ -27,7 +28,7 @@ from speculators.config import SpeculatorConfig
 from speculators.decoding.proposal import DraftSampler, Proposal
 from speculators.kernels.block_attention import block_attention
 from speculators.kernels.visible_keys import VisibleKeys, visible_blocks
-from speculators.registry import VllmServing, register_algorithm
+from speculators.registry import Need, PluginParts, VllmServing, register_algorithm
 from speculators.speculator import VerifierWeights
 from speculators.training.batch import LossOutput, TrainingBatch
 
@@ -127,10 +128,10 @@ def partition_chains(positions: list[list[int]], length: int, segments: int) -> 
     return assigned
 
 
-def serving_caveats(config: PEagleConfig) -> list[str]:
-    """What vLLM 0.32 reads differently in a P-EAGLE configuration: it loses the norm of every tap."""
-    lost = ["fc_norm = true: it is ignored for P-EAGLE, so the taps reach fc without their norms"] if config.fc_norm else []
-    return [*fusion_caveats(config), *lost]
+def serving_needs(config: PEagleConfig) -> list[Need]:
+    """What vLLM reads differently in a P-EAGLE configuration: it loses the norm of every tap."""
+    what = "fc_norm = true: it is ignored for P-EAGLE, so the taps reach fc without their norms"
+    return [*fusion_needs(config), *([Need(what, plugin=True)] if config.fc_norm else [])]
 
 
 @register_algorithm(
@@ -141,7 +142,8 @@ def serving_caveats(config: PEagleConfig) -> list[str]:
         options={"parallel_drafting": True},
         runners=("V1",),
         minimum_version="0.26.0",
-        caveats=serving_caveats,
+        needs=serving_needs,
+        plugin=PluginParts(complete=complete_vllm_config),
     ),
 )
 class PEagle(InputFusion):

@@ -31,16 +31,61 @@ SpeculatorClass = TypeVar("SpeculatorClass", bound="type[Speculator]")
 
 
 @dataclass(frozen=True)
+class Need:
+    """Something in a checkpoint that not every vLLM serves as it is.
+
+    Attributes:
+        what: the key, its value and what vLLM makes of it, as one clause.
+        since: the release from which vLLM serves it without help; None for none yet.
+        runner: the only model runner that serves it; None for any.
+        plugin: whether this library's vLLM plugin supplies it.
+        remedy: another way out, as one clause; empty for none.
+    """
+
+    what: str
+    since: str | None = None
+    runner: str | None = None
+    plugin: bool = False
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        """One sentence without its full stop."""
+        ways = ["this library's vLLM plugin serves it"] if self.plugin else []
+        ways += [self.remedy] if self.remedy else []
+        return f"{self.what}; {', or '.join(ways)}" if ways else self.what
+
+
+@dataclass(frozen=True)
+class PluginParts:
+    """What this library's vLLM plugin adds to vLLM for an algorithm. Classes are named "module:Class", imported inside vLLM only.
+
+    Attributes:
+        models: drafter models by the architecture under which vLLM looks them up.
+        speculator: subclass of vLLM's own speculator (V2 runner) that drafts for the algorithm's method.
+        complete: called as complete(config.json, transformers config made of it) to add what vLLM does not take over;
+            edits the second in place.
+        proposer: drafts for algorithms that vLLM has no method for (V1 runner).
+    """
+
+    models: dict[str, str] = field(default_factory=dict)
+    speculator: str | None = None
+    complete: Callable[[dict[str, Any], dict[str, Any]], None] | None = None
+    proposer: str = "speculators.serving.proposer:SpeculatorProposer"
+
+
+@dataclass(frozen=True)
 class VllmServing:
     """How vLLM serves an algorithm.
 
     Attributes:
         method: the `method` of vLLM's `--speculative-config`; None when vLLM has no native drafter for it.
-        options: further keys of the speculative config, e.g. `{"parallel_drafting": True}`.
         architecture: the name written into `architectures` of config.json.
+        options: further keys of the speculative config, e.g. `{"parallel_drafting": True}`.
         runners: vLLM model runners that can serve it, best first.
-        minimum_version: the oldest vLLM that is known to serve every configuration of it.
-        caveats: from a configuration, one sentence for everything in it that vLLM reads differently or not at all.
+        minimum_version: the oldest vLLM that is known to serve it.
+        needs: from a configuration, everything in it that not every vLLM serves as it is.
+        plugin: what the plugin adds.
+        sglang: arguments that choose the algorithm in SGLang, `{k}` standing for K; empty when it has none.
     """
 
     method: str | None
@@ -48,7 +93,19 @@ class VllmServing:
     options: dict[str, Any] = field(default_factory=dict)
     runners: tuple[str, ...] = ("V1", "V2")
     minimum_version: str | None = None
-    caveats: Callable[[Any], Sequence[str]] = lambda _: ()
+    needs: Callable[[Any], Sequence[Need]] = lambda _: ()
+    plugin: PluginParts = field(default_factory=PluginParts)
+    sglang: tuple[str, ...] = ()
+
+    def caveats(self, config: Any) -> list[str]:
+        """What no vLLM release serves by itself in a configuration, or one model runner only; a sentence each."""
+        return [str(need) for need in self.needs(config) if need.since is None or need.runner is not None]
+
+    def minimum_version_for(self, config: Any) -> str | None:
+        """The oldest vLLM that serves this configuration without the plugin, as far as any does."""
+        versions = [need.since for need in self.needs(config) if need.since is not None]
+        versions += [self.minimum_version] if self.minimum_version is not None else []
+        return max(versions, key=lambda text: [int(part) for part in text.split(".")], default=None)
 
     def speculative_config(self, model: str, num_draft_tokens: int) -> dict[str, Any]:
         """What `vllm serve --speculative-config` takes for a checkpoint of this algorithm.

@@ -204,7 +204,8 @@ def _loading(card: ModelCard, speculator: Speculator, trained_for: str, base_mod
     if serving.method is None:
         return f"## Use\n\n{python}\n\nvLLM has no drafter of its own for this method."
     command = serving.command(base_model, checkpoint, speculator.default_draft_tokens)
-    needs = f"{serving.minimum_version} or later, model runner {' or '.join(serving.runners)}" if serving.minimum_version else ""
+    version = serving.minimum_version_for(speculator.config)
+    needs = f"{version} or later, model runner {' or '.join(serving.runners)}" if version else ""
     text = f"## Use\n\n{python}\n\n```bash\n{command}\n```"
     return f"{text}\n\nThis needs vLLM {needs}." if needs else text
 

@@ -243,7 +243,7 @@ def _served(config: SpeculatorConfig, model: str, verifier_name: str | None) -> 
         speculative_config=serving.speculative_config(model, config.num_draft_tokens),
         command=serving.command(verifier_name or "VERIFIER", model, config.num_draft_tokens),
         runners=serving.runners,
-        minimum_version=serving.minimum_version,
+        minimum_version=serving.minimum_version_for(config),
         caveats=tuple(serving.caveats(config)),
     )
 
