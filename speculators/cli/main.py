@@ -7,7 +7,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from speculators.cli import convert, data, demo, evaluate, generate, inspect, methods, train
+from speculators.cli import convert, data, demo, evaluate, generate, inspect, methods, serve, train
 from speculators.errors import SpeculatorsError
 
 
@@ -38,6 +38,7 @@ app.command("generate")(generate.generate)
 app.command("evaluate")(evaluate.evaluate)
 app.command("inspect")(inspect.inspect)
 app.command("convert")(convert.convert)
+app.command("serve", context_settings=serve.CONTEXT)(serve.serve)
 
 
 if __name__ == "__main__":

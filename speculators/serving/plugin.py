@@ -1,0 +1,120 @@
+"""The vLLM plugin: walks THE registry and makes vLLM accept every algorithm in it.
+
+vLLM calls `register` in each of its processes (entry point `vllm.general_plugins`). Afterwards
+
+- our method strings stand wherever vLLM takes one: they are translated before vLLM validates them, and where none is
+  given, the checkpoint says which algorithm it is;
+- keys of our checkpoints that vLLM drops reach its drafter models (`PluginParts.complete`);
+- drafter models and speculators of ours draft inside vLLM, over its paged key/value cache (`PluginParts.models`,
+  `.speculator`);
+- algorithms that vLLM has no method for draft through vLLM's `custom_class` interface (`PluginParts.proposer`).
+
+Nothing here knows an algorithm by name.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from speculators.registry import Algorithm, algorithms
+from speculators.serving.translation import translate
+
+_logger = logging.getLogger("vllm.speculators")
+_DONE = "_speculators_plugin"  # marks what is replaced already
+
+
+def register() -> None:
+    """Extend the vLLM of this process; a second call changes nothing. Without vLLM, or with one that has moved, says so and returns."""
+    try:
+        registered = algorithms()
+        _accept_method_strings()
+        _complete_configs(registered)
+        _add_models(registered)
+        _add_speculators(registered)
+    except ImportError as error:
+        _logger.warning("the speculators plugin found no vLLM that it knows (%s): only what vLLM serves by itself will work", error)
+
+
+def load(name: str) -> Any:
+    """The object that "module:name" names."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def _accept_method_strings() -> None:
+    """Translate the user's speculative config before vLLM validates it."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    create = EngineArgs.create_speculative_config
+    if hasattr(create, _DONE):
+        return
+
+    @functools.wraps(create)
+    def create_translated(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for flag, key in (("spec_method", "method"), ("spec_model", "model"), ("spec_tokens", "num_speculative_tokens")):
+            value = getattr(self, flag, None)  # vLLM's short options
+            if value is not None and key not in (self.speculative_config or {}):
+                self.speculative_config = {**(self.speculative_config or {}), key: value}
+                setattr(self, flag, None)
+        if self.speculative_config is not None:
+            self.speculative_config, extra = translate(self.speculative_config)
+            self.additional_config = {**(self.additional_config or {}), **extra}
+        return create(self, *args, **kwargs)
+
+    setattr(create_translated, _DONE, True)
+    EngineArgs.create_speculative_config = create_translated
+
+
+def _complete_configs(registered: dict[str, Algorithm]) -> None:
+    """Let each algorithm add what vLLM leaves out when it turns a checkpoint's config.json into a transformers config."""
+    from vllm.transformers_utils.configs.speculators.algos import SUPPORTED_SPECULATORS_TYPES as updaters
+
+    for name, algorithm in registered.items():
+        complete = algorithm.serving.plugin.complete
+        if complete is not None and name in updaters and not hasattr(updaters[name], _DONE):
+            updaters[name] = _completed(updaters[name], complete)
+
+
+def _completed(update: Callable[..., None], complete: Callable[[dict[str, Any], dict[str, Any]], None]) -> Callable[..., None]:
+    @functools.wraps(update)
+    def both(config_dict: dict[str, Any], pre_trained_config: dict[str, Any]) -> None:
+        update(config_dict=config_dict, pre_trained_config=pre_trained_config)
+        complete(config_dict, pre_trained_config)
+
+    setattr(both, _DONE, True)
+    return both
+
+
+def _add_models(registered: dict[str, Algorithm]) -> None:
+    """Register drafter models; vLLM imports them when a checkpoint names their architecture."""
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    for algorithm in registered.values():
+        for architecture, name in algorithm.serving.plugin.models.items():
+            ModelRegistry.register_model(architecture, name)
+
+
+def _add_speculators(registered: dict[str, Algorithm]) -> None:
+    """Build our subclass of vLLM's speculator where an algorithm declares one."""
+    classes = {a.serving.method: a.serving.plugin.speculator for a in registered.values() if a.serving.plugin.speculator is not None}
+    from vllm.v1.worker.gpu import spec_decode
+
+    init = spec_decode.init_speculator
+    if hasattr(init, _DONE):
+        return
+
+    @functools.wraps(init)
+    def init_ours(vllm_config: Any, device: Any, *args: Any, **kwargs: Any) -> Any:  # 0.26 passes less than 0.32
+        name = classes.get(vllm_config.speculative_config.method)
+        return init(vllm_config, device, *args, **kwargs) if name is None else load(name)(vllm_config, device)
+
+    setattr(init_ours, _DONE, True)
+    spec_decode.init_speculator = init_ours
+    runner = sys.modules.get("vllm.v1.worker.gpu.model_runner")
+    if runner is not None:  # it was imported before, and holds the function under its own name
+        setattr(runner, "init_speculator", init_ours)  # noqa: B010 (unknown to type checkers)
