@@ -7,12 +7,13 @@ BIN := $(VENV)/bin
 export TORCH_RELEASE ?= torch==2.13.0
 export TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: help demo test test-parity lint format types results notebook clean
+.PHONY: help demo test test-parity test-vllm test-vllm-smoke lint format types results notebook clean
 
 help:
 	@echo "make demo      the embedded verifier with every drafter: acceptance, speed, identity with plain decoding"
 	@echo "make test      the test suite"
 	@echo "make test-parity  the same values as the public speculators library, which gets a venv of its own"
+	@echo "make test-vllm    drafters in real vLLM on the CPU, in a venv of its own;  make test-vllm-smoke  one case a method"
 	@echo "make lint      ruff, check and format;  make format  applies it"
 	@echo "make types     mypy --strict on an installed copy"
 	@echo "make results   rebuild docs/results.md from the committed raw results"
@@ -27,6 +28,15 @@ test: $(VENV)/.installed-dev
 
 test-parity: $(VENV)/.installed-dev .venv-parity/.installed
 	@PEER_PYTHON=$(CURDIR)/.venv-parity/bin/python $(BIN)/pytest tests/parity
+
+# The folder on the path is a Triton backend that interprets kernels, for vLLM's V2 runner.
+VLLM_PYTEST := PYTHONPATH=$(CURDIR)/tests/vllm/triton_cpu .venv-vllm/bin/python -m pytest -q
+
+test-vllm: .venv-vllm/.installed
+	@$(VLLM_PYTEST) tests/vllm
+
+test-vllm-smoke: .venv-vllm/.installed
+	@$(VLLM_PYTEST) tests/vllm/test_methods.py
 
 lint: $(VENV)/.installed-dev
 	@$(BIN)/ruff check
@@ -51,7 +61,7 @@ notebook: $(VENV)/.installed-dev
 	done
 
 clean:
-	rm -rf $(VENV) .venv-parity build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-parity .venv-vllm build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # A stamp a set of extras, so that an install happens once and again only when pyproject.toml changes.
 $(VENV)/.installed-demo: pyproject.toml tools/install.sh
@@ -64,4 +74,8 @@ $(VENV)/.installed-dev: pyproject.toml tools/install.sh
 
 .venv-parity/.installed: tools/install_peer.sh tools/install.sh
 	@tools/install_peer.sh .venv-parity
+	@touch $@
+
+.venv-vllm/.installed: pyproject.toml tools/install.sh tools/install_vllm.sh
+	@tools/install_vllm.sh .venv-vllm
 	@touch $@

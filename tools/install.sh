@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Usage: tools/install.sh VENV EXTRAS. Creates VENV if missing and installs the project into it, editable, with EXTRAS.
+# EXTRAS "torch" stops after torch, without the project.
 #
 # torch comes first and is then held by a constraint, so that no later requirement can replace a CPU build by one
 # of several gigabytes for CUDA. Environment: PYTHON, TORCH_RELEASE, TORCH_CPU_INDEX (see the Makefile).
@@ -47,6 +48,7 @@ fi
 version() { "$python" -c 'from importlib.metadata import version; print(version("torch"))'; }
 torch=$(version)
 echo "torch==$torch" >"$venv/torch.txt"
+[ "$extras" != torch ] || exit 0
 
 echo "installing the project with [$extras] beside torch $torch"
 "${pip[@]}" install --constraint "$venv/torch.txt" --editable ".[$extras]"
