@@ -25,6 +25,8 @@ class MarkovSpeculator(DSparkSpeculator):  # type: ignore[misc]
         positions = self.sample_pos[:slots].view(num_reqs, count)
         previous = self.input_buffers.input_ids[self._anchor_idx[:num_reqs]]
         state, steps = head.initial_state(previous), hidden.view(num_reqs, count, -1)
+        if not self.sample_from_anchor:  # the anchor's slot predicts nothing, but the recurrence has passed it
+            state = head.step(previous, head_hidden[self._anchor_idx[:num_reqs]], state)[1]
         embedded = []
         for step in range(count):
             embedded.append(head.markov_w1(previous))

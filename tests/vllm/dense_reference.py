@@ -153,14 +153,16 @@ class DenseReference:
             key, value = (torch.cat(pair) for pair in zip(injected, own, strict=True))
             x = x + self.attend(layer, y, position, key, value, everything)
             x = x + self.mlp(layer, self.norm(f"{layer}.post_attention_layernorm", x))
-        hidden = self.norm("norm", x)[-len(drafts) :]
-        logits = hidden @ self.head.T
+        hidden = self.norm("norm", x)
+        logits = hidden[-len(drafts) :] @ self.head.T
         if self.config.get("markov_rank"):
-            logits = logits + self._markov(hidden, [tokens[-1], *drafts[:-1]]) @ self.weights["markov_head.markov_w2.weight"].T
+            # The token before each slot; an anchor's slot that only conditions is fed the anchor as well.
+            previous = [tokens[-1]] * (not anchored) + [tokens[-1], *drafts[:-1]]
+            logits = logits + self._markov(hidden, previous)[-len(drafts) :] @ self.weights["markov_head.markov_w2.weight"].T
         return logits
 
     def _markov(self, hidden: Tensor, previous: list[int]) -> Tensor:
-        """[K, rank]: what the sequential head makes of the token before each slot."""
+        """[slots, rank]: what the sequential head makes of the token before each slot."""
         embedded = self.weights["markov_head.markov_w1.weight"][previous]
         kinds: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
             "vanilla": lambda _, e: e,

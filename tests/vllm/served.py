@@ -39,6 +39,7 @@ DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "dspark-fill-in": ("dspark", {**_BLOCK, "markov_rank": 16, "sample_from_anchor": False}),
     "dspark-gated": ("dspark", {**_BLOCK, "markov_rank": 16, "markov_head_type": "gated"}),
     "dspark-rnn": ("dspark", {**_BLOCK, "markov_rank": 16, "markov_head_type": "rnn"}),
+    "dspark-rnn-fill-in": ("dspark", {**_BLOCK, "markov_rank": 16, "markov_head_type": "rnn", "sample_from_anchor": False}),
     "toy": ("toy", {"num_draft_tokens": K, "tap": 2}),
 }
 STEPS = 150
