@@ -268,10 +268,9 @@ class StoreReader:
         self._path, header = Path(path), read_store_header(path)
         split = next((split for split in header["splits"].values() if split["digest"] == digest), None)
         if split is None:
-            made = ", ".join(
-                f"{name.replace('_', '-')} {header[name]}" for name in ("data", "row_length", "held_out", "seed") if name in header
-            )
-            raise DataError(f"the store {path} holds the hidden states of other rows than these; it was made with {made}")
+            given = {name: header[name] for name in ("data", "row_length", "held_out", "seed") if name in header}
+            made = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in given.items())
+            raise DataError(f"the store {path} holds hidden states of other rows than these; it was made with {made}")
         self.layout = Layout(tuple(header["taps"]), int(header["hidden_size"]), header["dtype"])
         self.row_length, self.verifier = int(header["row_length"]), header.get("verifier")
         self._rows = int(split["rows"])
