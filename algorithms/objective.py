@@ -12,7 +12,7 @@ from torch import Tensor
 
 from speculators.algorithms.anchors import Supervision
 from speculators.config import FormatModel
-from speculators.kernels.distillation_loss import DistillationOutput, distillation_loss, label_log_probability
+from speculators.kernels.distillation_loss import DistillationOutput, distillation_loss
 from speculators.speculator import Speculator
 from speculators.training.batch import LossOutput, TrainingBatch
 
@@ -20,25 +20,30 @@ from speculators.training.batch import LossOutput, TrainingBatch
 class Objective(FormatModel):
     """Loss of a drafter: sum over supervised slots of w_k (ce * CE + l1 * L1 + kl * KL), divided by the sum of w_k.
 
-    CE is against the data token, L1 = sum |p - q| (twice the total variation) and KL = KL(verifier || drafter)
+    CE is against a token, L1 = sum |p - q| (twice the total variation) and KL = KL(verifier || drafter)
     against the verifier's distribution at temperature 1.
 
     Attributes:
         cross_entropy, l1, kl: the terms' weights.
+        labels: the token of CE and D-PACE: the "data"'s, or the "verifier"'s likeliest one.
         position_weights: "decay" w_k = exp(-(k-1) / decay) (DFlash, arXiv 2602.06036, section 4.2), "dpace" (D-PACE,
             arXiv 2605.18810: a slot weighs the estimated probability that a block reaches it), or "uniform".
         decay: lambda of "decay", in draft positions.
         dpace_alpha: smoothing of "dpace", in [0, 1].
         depth_weights: explicit w_1 .. w_K; overrides position_weights.
+        activation_checkpointing: keep no activations inside decoder layers and compute them again in the backward pass: less
+            memory, about a third more arithmetic in the layers, the same gradients.
     """
 
     cross_entropy: float = Field(0.0, ge=0)
     l1: float = Field(0.0, ge=0)
     kl: float = Field(0.0, ge=0)
+    labels: Literal["data", "verifier"] = "data"
     position_weights: Literal["decay", "dpace", "uniform"] = "decay"
     decay: float = Field(4.0, gt=0)
     dpace_alpha: float = Field(0.5, ge=0, le=1)
     depth_weights: list[float] | None = None
+    activation_checkpointing: bool = False
 
 
 @lru_cache(maxsize=64)
@@ -79,9 +84,11 @@ def block_loss(
     hidden: Tensor,
     *,
     mask: Tensor | None = None,
-    kept_slots: tuple[int, ...] | None = None,
+    elements: Tensor | None = None,
     bias_factors: Tensor | None = None,
     bias_head: Tensor | None = None,
+    confidence_logits: Tensor | None = None,
+    confidence: float = 0.0,
 ) -> tuple[LossOutput, DistillationOutput, Tensor]:
     """The objective on blocks of draft slots.
 
@@ -90,76 +97,77 @@ def block_loss(
         objective: terms and weights.
         batch: the packed rows.
         supervision: labels and teacher rows of [R, N, K] slots.
-        hidden: [R, N, K, hidden], the drafter's output after its final norm.
+        hidden: [R, N, K, hidden], the drafter's output after its final norm; [R, E, hidden] with `elements`.
         mask: [R, N, K] bool; supervised slots, `supervision.mask` when None.
-        kept_slots: indices into the N * K slots of a row that can be supervised at all; None takes every slot. The
-            others are left out of the computation, not merely weighted with zero.
+        elements: [R, E] int64, which of a row's N * K slots take part at all, each once; None for all. The others are left
+            out of the computation, not merely weighted with zero. Not for D-PACE, whose weights depend on whole blocks.
         bias_factors: [R, N, K, rank] of a sequential head whose bias on the logits is `bias_factors @ bias_head.T`.
         bias_head: [draft vocabulary, rank].
+        confidence_logits: [R, N, K] of the drafter's own estimate of its acceptance.
+        confidence: weight of its binary cross entropy, beside the other terms.
 
     Returns:
-        The loss with metrics by draft position, the raw terms of the slots that took part, and the weights [R, N, K].
+        The loss with metrics by draft position, the raw terms of the slots that took part ([R * N * K], or [R * E]), and the
+        weights [R, N, K].
     """
     verifier = speculator.verifier
     mask = supervision.mask if mask is None else mask
-    slots = mask.shape[-1]
-    selection = None if kept_slots is None else on_device(kept_slots, mask.device)
+    rows, slots = len(mask), mask.shape[-1]
 
     def select(values: Tensor) -> Tensor:
-        """[R, N, K, ...] -> [rows, ...], the slots that take part."""
-        return values.flatten(0, 2) if selection is None else values.flatten(1, 2)[:, selection].flatten(0, 1)
+        """[R, N, K] -> [M], the slots that take part."""
+        return values.flatten() if elements is None else values.flatten(1).gather(1, elements).flatten()
 
     def restore(values: Tensor) -> Tensor:
-        """[rows] -> [R, N, K]; zero in slots that take no part."""
-        if selection is None:
-            return values.view(mask.shape)
-        full = values.new_zeros((mask.shape[0], mask[0].numel()))
-        full[:, selection] = values.view(mask.shape[0], -1)
-        return full.view(mask.shape)
+        """[M] -> [R, N, K] float32; zero in slots that take no part."""
+        if elements is None:
+            return values.float().view(mask.shape)
+        full = torch.zeros((rows, mask[0].numel()), device=mask.device)
+        return full.scatter(1, elements, values.float().view(rows, -1)).view(mask.shape)
 
-    with torch.no_grad():
-        teacher = verifier.final_norm(select(supervision.teacher_hidden(batch)))
-    labels = select(supervision.labels)
-    factors = None if bias_factors is None else select(bias_factors)
-    draft_rows = speculator.draft_token_ids() if speculator.has_reduced_vocabulary else None
-    head: dict[str, object] = {
-        "bias_factors": factors,
-        "bias_head": bias_head,
-        "logit_scale": verifier.logit_scale,
-        "logit_softcap": verifier.logit_softcap,
-        "head_bias": verifier.head_bias,
-        "draft_rows": draft_rows,
-    }
-    flat = select(hidden)
     kept = mask.float()
-    denominator = None
+    weights, reweigh = kept, None
     if objective.depth_weights is not None:
         weights = kept * on_device(tuple(objective.depth_weights[:slots]), mask.device)
-    elif objective.position_weights == "dpace":
-        log_probability = label_log_probability(flat, verifier.head, labels, **head)  # type: ignore[arg-type]
-        weights = dpace_weights(restore(log_probability), mask, objective.dpace_alpha)
-        denominator = kept.sum()
     elif objective.position_weights == "decay":
         weights = kept * decay_weights(slots, objective.decay, mask.device)
-    else:
-        weights = kept
-    denominator = weights.sum() if denominator is None else denominator
+    elif objective.position_weights == "dpace":
+
+        def reweigh(log_probability: Tensor, index: Tensor) -> Tensor:
+            """D-PACE weights of some slots, all of a block at once."""
+            full = torch.zeros(mask.numel(), device=mask.device).index_put((index,), log_probability.float())
+            return dpace_weights(full.view(mask.shape), mask, objective.dpace_alpha).flatten()[index]
+
+    with torch.no_grad():
+        teacher = verifier.final_norm(batch.last_hidden_state).flatten(0, 1)
+        first_row = torch.arange(rows, device=mask.device)[:, None, None] * batch.last_hidden_state.shape[1]
     terms = distillation_loss(
-        flat,
+        hidden.flatten(0, -2),
         verifier.head,
         teacher,
-        labels,
+        select(supervision.labels) if objective.labels == "data" else None,
         select(weights),
+        teacher_rows=select(supervision.teacher_rows + first_row),
+        bias_factors=None if bias_factors is None else bias_factors.flatten(0, -2),
+        bias_head=bias_head,
+        confidence_logits=None if confidence_logits is None else confidence_logits.flatten(),
         cross_entropy=objective.cross_entropy,
         l1=objective.l1,
         kl=objective.kl,
-        **head,  # type: ignore[arg-type]
+        confidence=confidence,
+        reweigh=reweigh,
+        block_rows=1 if reweigh is None else slots,
+        logit_scale=verifier.logit_scale,
+        logit_softcap=verifier.logit_softcap,
+        head_bias=verifier.head_bias,
+        draft_rows=speculator.draft_token_ids() if speculator.has_reduced_vocabulary else None,
     )
-    safe = denominator.clamp_min(1e-6)
-    loss = terms.loss / safe
+    # D-PACE's weights say how much a block counts; they are not normalised away.
+    denominator = kept.sum() if reweigh is not None else weights.sum()
+    loss = terms.loss / denominator.clamp_min(1e-6)
 
     def by_position(values: Tensor) -> tuple[Tensor, Tensor]:
-        return (restore(values).float() * kept).sum((0, 1)), kept.sum((0, 1))
+        return (restore(values) * kept).sum((0, 1)), kept.sum((0, 1))
 
     metrics = {
         "loss": (terms.loss.detach(), denominator.detach()),
@@ -168,7 +176,7 @@ def block_loss(
         "acceptance": by_position(terms.acceptance),
         "greedy_acceptance": by_position(terms.matches),
     }
-    return LossOutput(loss, metrics), terms, weights
+    return LossOutput(loss, metrics), terms, restore(terms.weights)
 
 
 def expected_acceptance_length(conditional: list[float]) -> float:

@@ -191,13 +191,8 @@ class PEagle(InputFusion):
         counts = depth_counts(chains, options.num_depths, options.keep_rate)
         rank = torch.arange(chains, device=anchors.index.device)
         mask = supervision.mask & (rank[:, None] < on_device(tuple(counts), rank.device))
-        kept = tuple(
-            chain * options.num_depths + depth for chain in range(chains) for depth in range(options.num_depths) if chain < counts[depth]
-        )
         factors, bias_head = self.own_head_bias(hidden)
-        return block_loss(self, options, batch, supervision, hidden, mask=mask, kept_slots=kept, bias_factors=factors, bias_head=bias_head)[
-            0
-        ]
+        return block_loss(self, options, batch, supervision, hidden, mask=mask, bias_factors=factors, bias_head=bias_head)[0]
 
     def training_hidden(self, batch: TrainingBatch, anchors: Anchors) -> Tensor:
         """Outputs [R, N, num_depths, hidden] after the final norm; chains that COD cuts off hold zeros."""

@@ -264,9 +264,10 @@ def _masked_attention(query: Tensor, key: Tensor, value: Tensor, additive: Tenso
         attn_mask=additive[..., : key.shape[1]].expand(-1, queries.shape[1], -1, -1),
         scale=scale,
     )
-    if count <= _FEW_QUERIES:
-        return output.unflatten(2, (groups, count)).permute(0, 3, 1, 2, 4).flatten(2, 3)
-    return output.transpose(1, 2)
+    if count > _FEW_QUERIES:
+        return output.transpose(1, 2)
+    folded: Tensor = output.unflatten(2, (groups, count))
+    return folded.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 # -- the kernels -------------------------------------------------------------------------------------------------

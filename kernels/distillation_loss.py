@@ -5,24 +5,30 @@ With draft logits z, teacher logits t, p = softmax(z), q = softmax(t) in float32
     CE = -log p_y                             dCE/dz = p - e_y
     L1 = sum |p - q| (twice total variation)  dL1/dz = p * (s - <p, s>),  s = sign(p - q)
     KL = sum q * log(q / p)                   dKL/dz = p - q
-    acceptance = sum min(p, q) = 1 - L1 / 2, the probability that rejection sampling keeps a token drawn from p
+    acceptance a = sum min(p, q) = 1 - L1 / 2, the probability that rejection sampling keeps a token drawn from p
+    BCE = -a log c - (1 - a) log(1 - c)       dBCE/dlogit = c - a, of the drafter's own estimate c of a; a is constant there
 
-(DSpark section 3.3). Logits come from the verifier's frozen head W and, for DSpark, a low-rank Markov bias:
+(DSpark section 3.3). The label is the data's token or the verifier's likeliest one. Logits come from the verifier's frozen
+head W and, for DSpark, a low-rank Markov bias:
 
     z = softcap(scale * W h + b) + M f,    t = softcap(scale * W h_teacher + b).
 
-[rows, vocabulary] never exists as a whole: rows go through in chunks, and as their weights are known beforehand
-each chunk leaves the gradients of h, f and M behind, so that the backward pass is one multiplication.
+[rows, vocabulary] never exists as a whole: rows go through in chunks (`row_chunks.py`), and each chunk leaves the gradients of h,
+f and M behind, so that the backward pass is one multiplication. Rows of weight zero are left out, and a teacher row that
+serves several draft rows of a chunk is computed once. Arithmetic for n draft and t teacher rows: 2 V H (2 n + t).
+
+Weights may depend on the drafter's own log p_y (D-PACE): a chunk asks for them between its logits and their gradients.
 
 Reduced draft vocabulary (`draft_rows`): p is zero outside it while q stays the full softmax, so L1 and acceptance
 charge the drafter for the tokens it cannot propose. CE is zero where the label lies outside. KL, infinite
-otherwise, is taken against q renormalised to the draft vocabulary.
+otherwise, is taken against q renormalised to the draft vocabulary. Draft logits have its columns only.
 """
 
 # Triton's kernels are typed by what they are launched with.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -30,7 +36,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from speculators.kernels.frozen_head import FrozenHead, label_columns, label_log_probability
+from speculators.kernels.frozen_head import FrozenHead, label_columns
+from speculators.kernels.row_chunks import Chunk, row_chunks
 
 try:
     import triton
@@ -38,7 +45,10 @@ try:
 except ImportError:  # no build for this platform: the reference serves it
     triton = None
 
-__all__ = ["DistillationOutput", "distillation_loss", "label_log_probability"]
+__all__ = ["DistillationOutput", "distillation_loss"]
+
+# Log-probabilities of the labels [n] of some rows and which rows these are [n] -> their weights [n] float32.
+Reweigh = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -46,12 +56,14 @@ class DistillationOutput:
     """Loss and statistics of `distillation_loss`. A row of weight zero is skipped: its statistics are 0 and False.
 
     Attributes:
-        loss: scalar, sum_i w_i * (ce * CE_i + l1 * L1_i + kl * KL_i); the only differentiable one.
+        loss: scalar, sum_i w_i * (ce * CE_i + l1 * L1_i + kl * KL_i + confidence * BCE_i); the only differentiable one.
         cross_entropy: [M] nats; 0 where the label lies outside the draft vocabulary.
         l1: [M] in [0, 2].
         kl: [M] nats.
         acceptance: [M] in [0, 1].
         matches: [M] bool, the drafter's likeliest token is the verifier's.
+        weights: [M] w_i.
+        confidence_cross_entropy: [M] nats, BCE; None without confidence logits.
     """
 
     loss: Tensor
@@ -60,6 +72,8 @@ class DistillationOutput:
     kl: Tensor
     acceptance: Tensor
     matches: Tensor
+    weights: Tensor
+    confidence_cross_entropy: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -67,14 +81,38 @@ class _Task:
     """What the rows are compared with and how the losses are weighed."""
 
     head: FrozenHead
+    draft_head: FrozenHead  # of the draft vocabulary
     draft_rows: Tensor | None  # [Vd]
-    teacher_hidden: Tensor  # [M, H]
-    labels: Tensor  # [M]
+    teacher_hidden: Tensor  # [T, H]
+    labels: Tensor | None  # [M], None for the verifier's likeliest token
     weights: Tensor  # [M]
+    reweigh: Reweigh | None
     cross_entropy: float
     l1: float
     kl: float
-    chunk_rows: int
+    chunks: list[Chunk]
+    largest_chunk: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "largest_chunk", max((len(chunk.rows) for chunk in self.chunks), default=0))
+
+    def label_columns(self, chunk: Chunk, teacher_choice: Tensor) -> tuple[Tensor, Tensor]:
+        """Columns of a chunk's labels among the draft logits, and whether they are there; `teacher_choice` is [n]."""
+        labels = teacher_choice if self.labels is None else self.labels[chunk.rows]
+        return label_columns(labels, len(self.head.weight), self.draft_rows)
+
+    def weigh(self, chunk: Chunk, log_probability: Tensor, known: Tensor) -> Tensor:
+        """Weights of a chunk's rows, kept in `weights` too."""
+        if self.reweigh is None:
+            return self.weights[chunk.rows]
+        weights = self.reweigh(torch.where(known, log_probability, float("-inf")), chunk.rows).to(self.weights.dtype)
+        weights = torch.where(self.weights[chunk.rows] != 0, weights, 0.0)
+        self.weights[chunk.rows] = weights
+        return weights
+
+    def matches(self, draft_choice: Tensor, teacher_choice: Tensor) -> Tensor:
+        """Whether both like the same verifier token most."""
+        return (draft_choice if self.draft_rows is None else self.draft_rows[draft_choice]) == teacher_choice
 
 
 @dataclass(frozen=True)
@@ -85,66 +123,73 @@ class _Result:
     matches: Tensor  # [M] bool
     gradients: list[Tensor]  # of hidden, bias_factors and bias_head, as far as these are there
 
+    @classmethod
+    def empty(cls, task: _Task, inputs: list[Tensor]) -> "_Result":
+        rows, device = len(task.weights), task.weights.device
+        statistics = torch.zeros(4, rows, dtype=task.weights.dtype, device=device)
+        gradients = [torch.zeros_like(x) for x in inputs[:2]]
+        gradients += [torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=device) for x in inputs[2:]]
+        return cls(statistics, torch.zeros(rows, dtype=torch.bool, device=device), gradients)
+
 
 # -- the definition ----------------------------------------------------------------------------------------------
 
 
-def _row_losses(draft_logits: Tensor, teacher_logits: Tensor, labels: Tensor, draft_rows: Tensor | None) -> tuple[Tensor, Tensor]:
+def _row_losses(log_p: Tensor, teacher_logits: Tensor, columns: Tensor, known: Tensor, draft_rows: Tensor | None) -> Tensor:
     """The definition, for autograd to differentiate.
 
     Args:
-        draft_logits: [n, Vd].
+        log_p: [n, Vd], the drafter's log-probabilities.
         teacher_logits: [n, V].
-        labels: [n] int64 verifier ids.
+        columns: [n] int64, the label's column.
+        known: [n] bool, whether it has one.
         draft_rows: [Vd] int64 or None.
 
     Returns:
-        [4, n] cross-entropy, L1, KL and acceptance; [n] bool matches.
+        [4, n] cross-entropy, L1, KL and acceptance.
     """
-    log_p, log_q = F.log_softmax(draft_logits, dim=1), F.log_softmax(teacher_logits, dim=1)
-    p, q = log_p.exp(), log_q.exp()
-    columns, known = label_columns(labels, teacher_logits.shape[1], draft_rows)
+    log_q, p = F.log_softmax(teacher_logits, dim=1), log_p.exp()
+    q = log_q.exp()
     cross_entropy = torch.where(known, -log_p.gather(1, columns[:, None])[:, 0], 0.0)
-    draft_choice, unreachable = draft_logits.argmax(dim=1), torch.zeros_like(cross_entropy)
+    unreachable = torch.zeros_like(cross_entropy)
     if draft_rows is not None:
-        draft_choice = draft_rows[draft_choice]
         unreachable = q.index_fill(1, draft_rows, 0.0).sum(dim=1)
         q, log_q = q[:, draft_rows], F.log_softmax(teacher_logits[:, draft_rows], dim=1)
     l1 = (p - q).abs().sum(dim=1) + unreachable
     kl = (log_q.exp() * (log_q - log_p)).sum(dim=1)
-    acceptance = torch.minimum(p, q).sum(dim=1)
-    return torch.stack([cross_entropy, l1, kl, acceptance]), draft_choice == teacher_logits.argmax(dim=1)
+    return torch.stack([cross_entropy, l1, kl, torch.minimum(p, q).sum(dim=1)])
 
 
 def _reference(task: _Task, inputs: list[Tensor], with_gradient: bool) -> _Result:
     """Plain PyTorch on any device, gradients by autograd. `inputs`: hidden, and bias_factors with bias_head."""
-    hidden, *bias = inputs
-    rows, draft_head = len(hidden), task.head.select(task.draft_rows)
     terms = [(c, term) for term, c in enumerate((task.cross_entropy, task.l1, task.kl)) if c]
-    statistics, matches = hidden.new_zeros(4, rows), torch.zeros(rows, dtype=torch.bool, device=hidden.device)
-    totals = [torch.zeros_like(x) for x in inputs]
-    for start in range(0, rows, task.chunk_rows):
-        chunk = slice(start, start + task.chunk_rows)
-        weights = task.weights[chunk]
-        teacher_logits = task.head.logits(task.teacher_hidden[chunk])
-        leaves = [x.detach() for x in ([hidden[chunk], bias[0][chunk], bias[1]] if bias else [hidden[chunk]])]
+    result = _Result.empty(task, inputs)
+    for chunk in task.chunks:
+        teacher_logits = task.head.logits(chunk.take_teacher(task.teacher_hidden))[chunk.positions]
+        teacher_choice = teacher_logits.argmax(dim=1)
+        columns, known = task.label_columns(chunk, teacher_choice)
+        leaves = [chunk.take(x) for x in inputs[:2]] + inputs[2:]
         with torch.set_grad_enabled(with_gradient and bool(terms)):
-            for leaf in leaves:
-                leaf.requires_grad_(torch.is_grad_enabled())
-            rows_of_chunk, matches_of_chunk = _row_losses(draft_head.logits(*leaves), teacher_logits, task.labels[chunk], task.draft_rows)
+            leaves = [leaf.detach().requires_grad_(torch.is_grad_enabled()) for leaf in leaves]
+            draft_logits = task.draft_head.logits(*leaves)
+            log_p = F.log_softmax(draft_logits, dim=1)
+            with torch.no_grad():
+                weights = task.weigh(chunk, log_p.gather(1, columns[:, None])[:, 0], known)
+            losses = _row_losses(log_p, teacher_logits, columns, known, task.draft_rows)
             if torch.is_grad_enabled():
-                loss = torch.stack([(c * weights * rows_of_chunk[term]).sum() for c, term in terms]).sum()
+                loss = torch.stack([(c * weights * losses[term]).sum() for c, term in terms]).sum()
                 gradients = torch.autograd.grad(loss, leaves)
-                totals[0][chunk] = gradients[0]
-                if bias:
-                    totals[1][chunk] = gradients[1]
-                    totals[2] += gradients[2]
-        statistics[:, chunk] = torch.where(weights != 0, rows_of_chunk.detach(), 0.0)
-        matches[chunk] = matches_of_chunk & (weights != 0)
-    return _Result(statistics, matches, totals)
+                for total, gradient in zip(result.gradients[:2], gradients[:2], strict=False):
+                    total[chunk.rows] = gradient
+                for total, gradient in zip(result.gradients[2:], gradients[2:], strict=True):
+                    total += gradient
+        used = weights != 0
+        result.statistics[:, chunk.rows] = torch.where(used, losses.detach(), 0.0)
+        result.matches[chunk.rows] = task.matches(draft_logits.detach().argmax(dim=1), teacher_choice) & used
+    return result
 
 
-# -- the kernel --------------------------------------------------------------------------------------------------
+# -- the kernels -------------------------------------------------------------------------------------------------
 
 if triton is not None:
 
@@ -155,54 +200,79 @@ if triton is not None:
 
     @triton.jit
     def _load_logits(
-        draft_row,
-        bias_row,
-        teacher_row,
-        head_bias,
-        reachable,
-        columns,
-        vocabulary,
+        row, bias_row, head_bias, columns, inside, scale, softcap,
+        HAS_BIAS: tl.constexpr, HAS_HEAD_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    ):  # fmt: skip
+        """Logits at some columns, -inf outside, and their part under the cap."""
+        capped = tl.load(row + columns, mask=inside, other=0.0).to(tl.float32) * scale
+        if HAS_HEAD_BIAS:
+            capped += tl.load(head_bias + columns, mask=inside, other=0.0).to(tl.float32)
+        if HAS_SOFTCAP:
+            capped = _capped(capped, softcap)
+        logits = capped
+        if HAS_BIAS:
+            logits += tl.load(bias_row + columns, mask=inside, other=0.0).to(tl.float32)
+        return tl.where(inside, logits, float("-inf")), capped
+
+    @triton.jit
+    def _softmax_kernel(
+        logits,  # [n, stride] W h
+        bias,  # [n, stride] M f
+        head_bias,  # [stride]
+        chosen,  # [size], the columns that take part
+        log_sums,  # [n] float32
+        choices,  # [n] int64
+        stride,
+        size,
         scale,
         softcap,
         HAS_BIAS: tl.constexpr,
         HAS_HEAD_BIAS: tl.constexpr,
         HAS_SOFTCAP: tl.constexpr,
         REDUCED: tl.constexpr,
+        BLOCK: tl.constexpr,
     ):
-        """One tile of draft logits (-inf where the drafter cannot propose), its part under the cap, teacher logits."""
-        inside = columns < vocabulary
-        capped = tl.load(draft_row + columns, mask=inside, other=0.0).to(tl.float32) * scale
-        teacher = tl.load(teacher_row + columns, mask=inside, other=0.0).to(tl.float32) * scale
-        if HAS_HEAD_BIAS:
-            shift = tl.load(head_bias + columns, mask=inside, other=0.0).to(tl.float32)
-            capped += shift
-            teacher += shift
-        if HAS_SOFTCAP:
-            capped = _capped(capped, softcap)
-            teacher = _capped(teacher, softcap)
-        draft = capped
-        if HAS_BIAS:
-            draft += tl.load(bias_row + columns, mask=inside, other=0.0).to(tl.float32)
-        proposable = inside
-        if REDUCED:
-            proposable = inside & (tl.load(reachable + columns, mask=inside, other=0) != 0)
-        draft = tl.where(proposable, draft, float("-inf"))
-        teacher = tl.where(inside, teacher, float("-inf"))
-        return draft, capped, teacher, proposable
+        """Log-sum-exp and argmax of a row's logits, of some of its columns if REDUCED; one program a row."""
+        row = tl.program_id(0).to(tl.int64)
+        largest = -1.0e30  # finite, so that exp(-inf - largest) is 0 and never NaN
+        total = 0.0
+        choice = 0
+        for start in range(0, size, BLOCK):
+            index = start + tl.arange(0, BLOCK)
+            inside = index < size
+            columns = index
+            if REDUCED:
+                columns = tl.load(chosen + index, mask=inside, other=0)
+            z, _ = _load_logits(
+                logits + row * stride, bias + row * stride, head_bias, columns, inside, scale, softcap,
+                HAS_BIAS, HAS_HEAD_BIAS, HAS_SOFTCAP,
+            )  # fmt: skip
+            peak = tl.max(z, 0)
+            choice = tl.where(peak > largest, tl.min(tl.where(z == peak, index, size), 0), choice)
+            peak = tl.maximum(peak, largest)
+            total = total * tl.exp(largest - peak) + tl.sum(tl.exp(z - peak), 0)
+            largest = peak
+        tl.store(log_sums + row, largest + tl.log(total))
+        tl.store(choices + row, choice)
 
     @triton.jit
     def _distillation_kernel(
-        draft,  # [n, V] W h; becomes the gradient of W h
-        bias,  # [n, V] M f; becomes the gradient of M f
-        teacher,  # [n, V] W h_teacher
-        head_bias,  # [V]
-        reachable,  # [V] int8, 1 where the drafter can propose
-        labels,  # [n]
-        weights,  # [n] float32
-        statistics,  # [4, n] float32, rows `statistics_stride` apart
-        matches,  # [n] bool
-        statistics_stride,
-        vocabulary,
+        draft,  # [n, Vd] W h; becomes the gradient of W h
+        bias,  # [n, Vd] M f; becomes the gradient of M f
+        teacher,  # [t, V] W h_teacher
+        draft_head_bias,  # [Vd]
+        teacher_head_bias,  # [V]
+        draft_ids,  # [Vd] verifier ids
+        draft_log_sums,  # [n]
+        teacher_log_sums,  # [t]
+        reached_log_sums,  # [t], over the draft vocabulary
+        positions,  # [n] rows of the teacher
+        labels,  # [n] columns, -1 for none
+        weights,  # [n]
+        statistics,  # [3, n] L1, KL, acceptance
+        count,
+        draft_size,
+        teacher_size,
         scale,
         softcap,
         ce_coefficient,
@@ -212,187 +282,180 @@ if triton is not None:
         HAS_HEAD_BIAS: tl.constexpr,
         HAS_SOFTCAP: tl.constexpr,
         REDUCED: tl.constexpr,
+        HAS_L1: tl.constexpr,
         WITH_GRADIENT: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
-        """One program a row, three passes over its logits, the later ones from the L2 cache."""
+        """One program a row. The L1 gradient needs <p, s> first, hence a second pass; the other losses need one."""
         row = tl.program_id(0).to(tl.int64)
-        draft_row = draft + row * vocabulary
-        bias_row = bias + row * vocabulary
-        teacher_row = teacher + row * vocabulary
+        draft_row = draft + row * draft_size
+        bias_row = bias + row * draft_size
+        position = tl.load(positions + row)
+        teacher_row = teacher + position * teacher_size
         weight = tl.load(weights + row)
-        if weight == 0.0:
-            if WITH_GRADIENT:
-                for start in range(0, vocabulary, BLOCK):
-                    columns = start + tl.arange(0, BLOCK)
-                    zeros = tl.zeros((BLOCK,), draft.dtype.element_ty)
-                    tl.store(draft_row + columns, zeros, mask=columns < vocabulary)
-                    if HAS_BIAS:
-                        tl.store(bias_row + columns, zeros, mask=columns < vocabulary)
-            return
         label = tl.load(labels + row)
-
-        # Pass 1: maxima, sums of exponentials, argmaxes. The finite start keeps exp(-inf - max) at 0, never NaN.
-        draft_max = -1.0e30
-        teacher_max = -1.0e30
-        draft_sum = 0.0
-        teacher_sum = 0.0
-        draft_choice = 0
-        teacher_choice = 0
-        label_logit = 0.0
-        label_known = 0.0
-        for start in range(0, vocabulary, BLOCK):
-            columns = start + tl.arange(0, BLOCK)
-            z, capped, t, proposable = _load_logits(
-                draft_row, bias_row, teacher_row, head_bias, reachable, columns, vocabulary, scale, softcap,
-                HAS_BIAS, HAS_HEAD_BIAS, HAS_SOFTCAP, REDUCED,
-            )  # fmt: skip
-            z_max = tl.max(z, 0)
-            t_max = tl.max(t, 0)
-            draft_choice = tl.where(z_max > draft_max, tl.min(tl.where(z == z_max, columns, vocabulary), 0), draft_choice)
-            teacher_choice = tl.where(t_max > teacher_max, tl.min(tl.where(t == t_max, columns, vocabulary), 0), teacher_choice)
-            z_max = tl.maximum(z_max, draft_max)
-            t_max = tl.maximum(t_max, teacher_max)
-            draft_sum = draft_sum * tl.exp(draft_max - z_max) + tl.sum(tl.exp(z - z_max), 0)
-            teacher_sum = teacher_sum * tl.exp(teacher_max - t_max) + tl.sum(tl.exp(t - t_max), 0)
-            draft_max = z_max
-            teacher_max = t_max
-            is_label = (columns == label) & proposable
-            label_logit += tl.sum(tl.where(is_label, z, 0.0), 0)
-            label_known += tl.sum(tl.where(is_label, 1.0, 0.0), 0)
-        log_draft_sum = draft_max + tl.log(draft_sum)
-        log_teacher_sum = teacher_max + tl.log(teacher_sum)
-
-        # Pass 2: the sums over p and q.
+        log_draft = tl.load(draft_log_sums + row)
+        log_teacher = tl.load(teacher_log_sums + position)
+        log_reached = tl.load(reached_log_sums + position)
+        reached = tl.exp(log_reached - log_teacher)  # the teacher's mass on the draft vocabulary
+        known = tl.where(label >= 0, 1.0, 0.0)
         l1 = 0.0
         acceptance = 0.0
+        kl = 0.0
         sign_mean = 0.0  # <p, s>
-        reached = 0.0  # the teacher's mass on the draft vocabulary
-        cross = 0.0  # sum of q (log q - log p) there
-        for start in range(0, vocabulary, BLOCK):
-            columns = start + tl.arange(0, BLOCK)
-            z, capped, t, proposable = _load_logits(
-                draft_row, bias_row, teacher_row, head_bias, reachable, columns, vocabulary, scale, softcap,
-                HAS_BIAS, HAS_HEAD_BIAS, HAS_SOFTCAP, REDUCED,
-            )  # fmt: skip
-            log_p = z - log_draft_sum
-            log_q = t - log_teacher_sum
-            p = tl.exp(log_p)
-            q = tl.exp(log_q)
-            sign = tl.where(p > q, 1.0, tl.where(p < q, -1.0, 0.0))
-            l1 += tl.sum((p - q) * sign, 0)
-            acceptance += tl.sum(tl.minimum(p, q), 0)
-            sign_mean += tl.sum(p * sign, 0)
-            reached += tl.sum(tl.where(proposable, q, 0.0), 0)
-            cross += tl.sum(tl.where(proposable, q, 0.0) * (tl.where(proposable, log_q, 0.0) - tl.where(proposable, log_p, 0.0)), 0)
-        kl = cross
-        if REDUCED:
-            reached = tl.maximum(reached, 1.0e-30)
-            kl = cross / reached - tl.log(reached)
-        else:
-            reached = 1.0
-        tl.store(statistics + row, label_known * (log_draft_sum - label_logit))
-        tl.store(statistics + statistics_stride + row, l1)
-        tl.store(statistics + 2 * statistics_stride + row, kl)
-        tl.store(statistics + 3 * statistics_stride + row, acceptance)
-        tl.store(matches + row, draft_choice == teacher_choice)
-
-        # Pass 3: the gradient of the weighted loss, in place.
-        if WITH_GRADIENT:
-            for start in range(0, vocabulary, BLOCK):
+        PASSES: tl.constexpr = 2 if WITH_GRADIENT and HAS_L1 else 1
+        for number in tl.static_range(PASSES):
+            for start in range(0, draft_size, BLOCK):
                 columns = start + tl.arange(0, BLOCK)
-                z, capped, t, proposable = _load_logits(
-                    draft_row, bias_row, teacher_row, head_bias, reachable, columns, vocabulary, scale, softcap,
-                    HAS_BIAS, HAS_HEAD_BIAS, HAS_SOFTCAP, REDUCED,
-                )  # fmt: skip
-                p = tl.exp(z - log_draft_sum)
-                q = tl.exp(t - log_teacher_sum)
+                inside = columns < draft_size
+                z, capped = _load_logits(
+                    draft_row, bias_row, draft_head_bias, columns, inside, scale, softcap, HAS_BIAS, HAS_HEAD_BIAS, HAS_SOFTCAP
+                )
+                ids = columns
+                if REDUCED:
+                    ids = tl.load(draft_ids + columns, mask=inside, other=0)
+                t, _ = _load_logits(
+                    teacher_row, teacher_row, teacher_head_bias, ids, inside, scale, softcap, False, HAS_HEAD_BIAS, HAS_SOFTCAP
+                )
+                p = tl.exp(z - log_draft)
+                q = tl.exp(t - log_teacher)
                 sign = tl.where(p > q, 1.0, tl.where(p < q, -1.0, 0.0))
-                gradient = ce_coefficient * label_known * (p - tl.where(columns == label, 1.0, 0.0))
-                gradient += l1_coefficient * p * (sign - sign_mean) + kl_coefficient * (p - q / reached)
-                gradient = tl.where(proposable, weight * gradient, 0.0)
-                inside = columns < vocabulary
-                if HAS_BIAS:
-                    tl.store(bias_row + columns, gradient.to(bias.dtype.element_ty), mask=inside)
-                gradient = gradient * scale
-                if HAS_SOFTCAP:
-                    gradient = gradient * (1.0 - (capped / softcap) * (capped / softcap))
-                tl.store(draft_row + columns, gradient.to(draft.dtype.element_ty), mask=inside)
+                q_reached = tl.exp(t - log_reached)
+                if number == 0:
+                    l1 += tl.sum((p - q) * sign, 0)
+                    acceptance += tl.sum(tl.minimum(p, q), 0)
+                    sign_mean += tl.sum(p * sign, 0)
+                    difference = tl.where(inside, t - log_reached, 0.0) - tl.where(inside, z - log_draft, 0.0)
+                    kl += tl.sum(q_reached * difference, 0)
+                if WITH_GRADIENT and number == PASSES - 1:
+                    gradient = ce_coefficient * known * (p - tl.where(columns == label, 1.0, 0.0)) + kl_coefficient * (p - q_reached)
+                    if HAS_L1:
+                        gradient += l1_coefficient * p * (sign - sign_mean)
+                    gradient = weight * gradient
+                    if HAS_BIAS:
+                        tl.store(bias_row + columns, gradient.to(bias.dtype.element_ty), mask=inside)
+                    gradient = gradient * scale
+                    if HAS_SOFTCAP:
+                        gradient = gradient * (1.0 - (capped / softcap) * (capped / softcap))
+                    tl.store(draft_row + columns, gradient.to(draft.dtype.element_ty), mask=inside)
+        if REDUCED:
+            l1 += tl.maximum(1.0 - reached, 0.0)
+        tl.store(statistics + row, l1)
+        tl.store(statistics + count + row, kl)
+        tl.store(statistics + 2 * count + row, acceptance)
 
 
 def _kernel(task: _Task, inputs: list[Tensor], with_gradient: bool) -> _Result:
-    """Matrix products in the head's dtype around the kernel, which turns a chunk's logits into their gradients."""
-    head = task.head
+    """Matrix products in the head's dtype around the kernels, which turn a chunk's logits into their gradients."""
+    result = _Result.empty(task, inputs)
+    if not task.chunks:
+        return result
+    head, draft_head = task.head, task.draft_head
     hidden, *bias = inputs
-    rows, vocabulary, device = len(hidden), len(head.weight), hidden.device
-    reachable = None
-    products = [(hidden, head.weight)]
-    if bias:
-        products.append((bias[0], bias[1]))
-    if task.draft_rows is not None:
-        # The drafter keeps all columns, at -inf those it cannot propose: more arithmetic, but one kernel for all.
-        reachable = torch.zeros(vocabulary, dtype=torch.int8, device=device).index_fill_(0, task.draft_rows, 1)
-        if bias:
-            products[1] = (bias[0], bias[1].new_zeros(vocabulary, bias[1].shape[1]).index_copy(0, task.draft_rows, bias[1]))
-    if bias and head.softcap is None and head.scale == 1.0:
-        # Nothing comes between W h and M f: one product, summed in float32 before it is rounded.
-        features, weights = zip(*products, strict=True)
-        products = [(torch.cat(features, dim=1), torch.cat(weights, dim=1))]
-
-    def buffer() -> Tensor:
-        return hidden.new_empty(min(task.chunk_rows, rows), vocabulary)
-
-    buffers, teacher_buffer = [buffer() for _ in products], buffer()
-    statistics = torch.zeros(4, rows, dtype=torch.float32, device=device)
-    matches = torch.zeros(rows, dtype=torch.bool, device=device)
-    feature_gradients = [torch.zeros_like(features) for features, _ in products]
-    bias_head_gradient = torch.zeros(vocabulary, bias[1].shape[1] if bias else 0, dtype=torch.float32, device=device)
-    for start in range(0, rows, task.chunk_rows):
-        chunk = slice(start, min(start + task.chunk_rows, rows))
-        count = chunk.stop - start
-        logits = [torch.mm(features[chunk], weight.T, out=out[:count]) for (features, weight), out in zip(products, buffers, strict=True)]
-        teacher_logits = torch.mm(task.teacher_hidden[chunk], head.weight.T, out=teacher_buffer[:count])
+    draft_size, teacher_size = len(draft_head.weight), len(head.weight)
+    # Where nothing comes between W h and M f, the bias is added to the logits; a capped or scaled head keeps the two apart.
+    apart = bool(bias) and (head.softcap is not None or head.scale != 1.0)
+    draft_buffer, teacher_buffer = (hidden.new_empty(task.largest_chunk, size) for size in (draft_size, teacher_size))
+    bias_buffer = torch.empty_like(draft_buffer) if apart else draft_buffer
+    for chunk in task.chunks:
+        count = len(chunk.rows)
+        teacher = torch.mm(chunk.take_teacher(task.teacher_hidden), head.weight.T, out=teacher_buffer[: len(chunk.teacher_rows)])
+        draft, bias_logits = draft_buffer[:count], bias_buffer[:count]
+        torch.mm(chunk.take(hidden), draft_head.weight.T, out=draft)
+        factors = chunk.take(bias[0]) if bias else None
+        if factors is not None and apart:
+            torch.mm(factors, bias[1].T, out=bias_logits)
+        elif factors is not None:
+            draft.addmm_(factors, bias[1].T)
         with torch.cuda.device_of(hidden):
-            _distillation_kernel[(count,)](
-                logits[0],
-                logits[-1],
-                teacher_logits,
-                head.bias,
-                reachable,
-                task.labels[chunk],
-                task.weights[chunk],
-                statistics[:, chunk],
-                matches[chunk],
-                rows,
-                vocabulary,
-                head.scale,
-                head.softcap or 1.0,
-                task.cross_entropy,
-                task.l1,
-                task.kl,
-                HAS_BIAS=len(products) == 2,
-                HAS_HEAD_BIAS=head.bias is not None,
-                HAS_SOFTCAP=head.softcap is not None,
-                REDUCED=reachable is not None,
-                WITH_GRADIENT=with_gradient,
-                BLOCK=min(4096, triton.next_power_of_2(vocabulary)),
-                num_warps=8,
-            )
+            _launch(task, chunk, draft, bias_logits if apart else None, teacher, result, with_gradient)
         if with_gradient:
-            for (_, weight), logits_gradient, gradient in zip(products, logits, feature_gradients, strict=True):
-                torch.mm(logits_gradient, weight, out=gradient[chunk])
-            if bias:
-                bias_head_gradient += logits[-1].T @ bias[0][chunk]
-    if not bias:
-        return _Result(statistics, matches, feature_gradients)
-    if task.draft_rows is not None:
-        bias_head_gradient = bias_head_gradient[task.draft_rows]
-    if len(products) == 1:
-        feature_gradients = list(feature_gradients[0].split([hidden.shape[1], bias[0].shape[1]], dim=1))
-    return _Result(statistics, matches, [*feature_gradients, bias_head_gradient])
+            result.gradients[0][chunk.rows] = torch.mm(draft, draft_head.weight)
+            if factors is not None:  # without a buffer of its own, M f has the gradient of W h
+                result.gradients[1][chunk.rows] = torch.mm(bias_logits, bias[1])
+                result.gradients[2].add_(torch.mm(bias_logits.T, factors))
+    return result
 
 
-# -- the public functions ----------------------------------------------------------------------------------------
+def _launch(
+    task: _Task, chunk: Chunk, draft: Tensor, bias_logits: Tensor | None, teacher: Tensor, result: _Result, with_gradient: bool
+) -> None:
+    """The kernels of one chunk: statistics into `result`, the gradients of the logits over the logits."""
+    head, draft_head = task.head, task.draft_head
+    count, device = len(chunk.rows), draft.device
+    parts: dict[str, Any] = {"HAS_HEAD_BIAS": head.bias is not None, "HAS_SOFTCAP": head.softcap is not None}
+
+    def softmax(logits: Tensor, added: Tensor | None, part: FrozenHead, chosen: Tensor | None) -> tuple[Tensor, Tensor]:
+        log_sums = torch.empty(len(logits), dtype=torch.float32, device=device)
+        choices = torch.empty(len(logits), dtype=torch.int64, device=device)
+        size = logits.shape[1] if chosen is None else len(chosen)
+        _softmax_kernel[(len(logits),)](
+            logits,
+            logits if added is None else added,
+            part.bias,
+            chosen,
+            log_sums,
+            choices,
+            logits.shape[1],
+            size,
+            head.scale,
+            head.softcap or 1.0,
+            **parts,
+            HAS_BIAS=added is not None,
+            REDUCED=chosen is not None,
+            BLOCK=min(4096, triton.next_power_of_2(size)),
+            num_warps=8,
+        )
+        return log_sums, choices
+
+    teacher_log_sums, teacher_choices = softmax(teacher, None, head, None)
+    reached = teacher_log_sums if task.draft_rows is None else softmax(teacher, None, head, task.draft_rows)[0]
+    draft_log_sums, draft_choices = softmax(draft, bias_logits, draft_head, None)
+    choices = teacher_choices[chunk.positions]
+    columns, known = task.label_columns(chunk, choices)
+    label_logits = draft_head.finish(draft.gather(1, columns[:, None])[:, 0], columns)
+    if bias_logits is not None:
+        label_logits = label_logits + bias_logits.gather(1, columns[:, None])[:, 0]
+    log_probability = label_logits - draft_log_sums
+    weights = task.weigh(chunk, log_probability, known)
+    statistics = torch.empty(3, count, dtype=torch.float32, device=device)
+    _distillation_kernel[(count,)](
+        draft,
+        draft if bias_logits is None else bias_logits,
+        teacher,
+        draft_head.bias,
+        head.bias,
+        task.draft_rows,
+        draft_log_sums,
+        teacher_log_sums,
+        reached,
+        chunk.positions,
+        torch.where(known, columns, -1),
+        weights,
+        statistics,
+        count,
+        draft.shape[1],
+        teacher.shape[1],
+        head.scale,
+        head.softcap or 1.0,
+        task.cross_entropy,
+        task.l1,
+        task.kl,
+        **parts,
+        HAS_BIAS=bias_logits is not None,
+        REDUCED=task.draft_rows is not None,
+        HAS_L1=task.l1 != 0,
+        WITH_GRADIENT=with_gradient,
+        BLOCK=min(4096, triton.next_power_of_2(draft.shape[1])),
+        num_warps=8,
+    )
+    used = weights != 0
+    cross_entropy = torch.where(known, -log_probability, 0.0)
+    result.statistics[:, chunk.rows] = torch.where(used, torch.cat([cross_entropy[None], statistics]), 0.0)
+    result.matches[chunk.rows] = task.matches(draft_choices, choices) & used
+
+
+# -- the public function -----------------------------------------------------------------------------------------
 
 
 class _DistillationLoss(torch.autograd.Function):
@@ -418,14 +481,19 @@ def distillation_loss(
     hidden: Tensor,
     head: Tensor,
     teacher_hidden: Tensor,
-    labels: Tensor,
+    labels: Tensor | None,
     weights: Tensor,
     *,
+    teacher_rows: Tensor | None = None,
     bias_factors: Tensor | None = None,
     bias_head: Tensor | None = None,
+    confidence_logits: Tensor | None = None,
     cross_entropy: float,
     l1: float,
     kl: float,
+    confidence: float = 1.0,
+    reweigh: Reweigh | None = None,
+    block_rows: int = 1,
     logit_scale: float = 1.0,
     logit_softcap: float | None = None,
     head_bias: Tensor | None = None,
@@ -435,26 +503,34 @@ def distillation_loss(
 ) -> DistillationOutput:
     """Weighted sum of the losses in the module's text, and each row's statistics, without [M, V] in memory.
 
-    Differentiable once, in hidden, bias_factors and bias_head; the head is frozen. No host synchronisation and no
-    shape that depends on data, so it can be captured in a CUDA graph. On CUDA the matrix products run in the
-    head's dtype and the softmax in float32; elsewhere, and in float64, everything runs in float32 or float64.
+    Differentiable once, in hidden, bias_factors, bias_head and confidence_logits; the head is frozen. Captured in a CUDA
+    graph, it synchronises nothing and takes all rows; otherwise it asks the device once which rows count. On CUDA the
+    matrix products run in the head's dtype and the softmax in float32; elsewhere, and in float64, everything runs in float32 or
+    float64.
 
     Args:
         hidden: [M, H] drafter states after its final norm.
         head: [V, H] the verifier's head.
-        teacher_hidden: [M, H] verifier states after its final norm, at the position that predicts the label.
-        labels: [M] int64 verifier ids; an id outside the draft vocabulary (or no id at all, as -1) adds no CE.
+        teacher_hidden: [T, H] verifier states after its final norm; T = M where `teacher_rows` is None.
+        labels: [M] int64 verifier ids; an id outside the draft vocabulary (or no id at all, as -1) adds no CE. None takes the
+            verifier's likeliest token.
         weights: [M] float32. A row of weight zero is skipped, whatever it holds.
+        teacher_rows: [M] int64, the row of `teacher_hidden` at the position that predicts the label; None for row i.
         bias_factors: [M, r] rows f of the Markov bias M f, or None.
         bias_head: [Vd, r] the Markov bias's M, or None.
+        confidence_logits: [M] logits of the drafter's estimate of its acceptance, or None.
         cross_entropy: coefficient ce.
         l1: coefficient of sum |p - q|, the full L1 distance and not half of it.
         kl: coefficient of KL(verifier || drafter).
+        confidence: coefficient of the BCE.
+        reweigh: gives the weights of rows from the log-probabilities of their labels, -inf outside the draft vocabulary;
+            `weights` then says only which rows count. It is called with whole blocks.
+        block_rows: rows of a block of `reweigh`; divides M.
         logit_scale: factor on W h.
         logit_softcap: cap c of c * tanh(logits / c), or None.
         head_bias: [V] or None.
         draft_rows: [Vd] int64 different verifier ids, the reduced draft vocabulary, or None where Vd = V.
-        chunk_rows: rows a chunk; None keeps a chunk of logits near 1 GB on a GPU, 32 MB elsewhere.
+        chunk_rows: rows a chunk; None keeps a chunk of logits near 0.5 GB on a GPU, 32 MB elsewhere.
         implementation: "auto" takes the kernel on CUDA below float64.
 
     Raises:
@@ -469,23 +545,32 @@ def distillation_loss(
     accurate = torch.promote_types(head.dtype, torch.float32)
     dtype = head.dtype if use_kernel else accurate
     frozen = FrozenHead(head.detach(), head_bias, float(logit_scale), logit_softcap).to(dtype)
-
-    # A skipped row may hold anything, but 0 * nan is nan: it enters no product.
-    used = (weights != 0)[:, None]
+    used = weights != 0
+    if teacher_rows is None:
+        teacher_rows = torch.arange(len(hidden), device=hidden.device)
     task = _Task(
         frozen,
+        frozen.select(draft_rows),
         draft_rows,
-        torch.where(used, teacher_hidden.detach().to(dtype), 0.0),
-        labels.contiguous(),
-        weights.detach().to(accurate).contiguous(),
+        teacher_hidden.detach().to(dtype),
+        None if labels is None else labels.contiguous(),
+        weights.detach().to(accurate).clone(),
+        reweigh,
         float(cross_entropy),
         float(l1),
         float(kl),
-        frozen.default_chunk_rows() if chunk_rows is None else chunk_rows,
+        row_chunks(used, teacher_rows, chunk_rows=chunk_rows or frozen.default_chunk_rows(), block_rows=block_rows),
     )
-    inputs = [torch.where(used, hidden.to(dtype), 0.0)]
+    inputs = [hidden.to(dtype)]
     if bias_factors is not None and bias_head is not None:
-        inputs += [torch.where(used, bias_factors.to(dtype), 0.0), bias_head.to(dtype)]
+        inputs += [bias_factors.to(dtype), bias_head.to(dtype)]
     with_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     outputs = _DistillationLoss.apply(task, use_kernel, with_gradient, *inputs)  # type: ignore[no-untyped-call]
-    return DistillationOutput(*outputs)
+    loss, ce_rows, l1_rows, kl_rows, acceptance, matches = outputs
+    entropy = None
+    if confidence_logits is not None:
+        logits = torch.where(used, confidence_logits.to(accurate), 0.0)
+        entropy = torch.where(used, F.binary_cross_entropy_with_logits(logits, acceptance, reduction="none"), 0.0)
+        loss = loss + confidence * (task.weights * entropy).sum()
+        entropy = entropy.detach()
+    return DistillationOutput(loss, ce_rows, l1_rows, kl_rows, acceptance, matches, task.weights, entropy)

@@ -1,4 +1,4 @@
-"""The verifier's frozen output head as drafters use it: logits chunk by chunk, and the log-probability of labels."""
+"""The verifier's frozen output head as drafters use it."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 # Bytes of one chunk of logits. Two or three such chunks live at a time; on the CPU autograd keeps a few more.
-_CHUNK_BYTES = {"cuda": 1 << 30, "cpu": 1 << 25}
+_CHUNK_BYTES = {"cuda": 1 << 29, "cpu": 1 << 25}
 
 
 @dataclass(frozen=True)
@@ -37,19 +37,29 @@ class FrozenHead:
 
     def logits(self, hidden: Tensor, bias_factors: Tensor | None = None, bias_head: Tensor | None = None) -> Tensor:
         """[n, H] -> [n, V] in float32 or float64. A Markov bias, [n, r] and [V, r], is added after the cap."""
-        logits = _at_least_float32(hidden @ self.weight.T)
-        if self.scale != 1.0:
-            logits = logits * self.scale
-        if self.bias is not None:
-            logits = logits + self.bias
-        if self.softcap is not None:
-            logits = self.softcap * torch.tanh(logits / self.softcap)
+        logits = self.finish(hidden @ self.weight.T)
         if bias_factors is not None and bias_head is not None:
             logits = logits + _at_least_float32(bias_factors @ bias_head.T)
         return logits
 
+    def finish(self, product: Tensor, columns: Tensor | None = None) -> Tensor:
+        """W h -> logits: scale, bias and cap, in float32 or float64.
+
+        Args:
+            product: [..., V], or the entries [...] that `columns` [...] names.
+            columns: int64, or None for all.
+        """
+        logits = _at_least_float32(product)
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.bias is not None:
+            logits = logits + (self.bias if columns is None else self.bias[columns])
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        return logits
+
     def default_chunk_rows(self) -> int:
-        """Rows whose logits fill a chunk: about 1 GB on a GPU, 32 MB elsewhere; whole GPU tiles where that allows."""
+        """Rows whose logits fill a chunk: about 0.5 GB on a GPU, 32 MB elsewhere; whole GPU tiles where that allows."""
         rows = _CHUNK_BYTES.get(self.weight.device.type, _CHUNK_BYTES["cpu"]) // (len(self.weight) * self.weight.element_size())
         return rows // 128 * 128 if rows >= 128 else max(rows, 1)
 
@@ -78,50 +88,3 @@ def label_columns(labels: Tensor, vocabulary: int, draft_rows: Tensor | None) ->
         known = known & (columns >= 0)
         columns = torch.where(known, columns, 0)
     return columns, known
-
-
-@torch.no_grad()
-def label_log_probability(
-    hidden: Tensor,
-    head: Tensor,
-    labels: Tensor,
-    *,
-    bias_factors: Tensor | None = None,
-    bias_head: Tensor | None = None,
-    logit_scale: float = 1.0,
-    logit_softcap: float | None = None,
-    head_bias: Tensor | None = None,
-    draft_rows: Tensor | None = None,
-    chunk_rows: int | None = None,
-) -> Tensor:
-    """The drafter's log-probability of every label, chunk by chunk, for loss weights made from it (D-PACE).
-
-    Args:
-        hidden: [M, H] drafter states after its final norm.
-        head: [V, H] the verifier's head.
-        labels: [M] int64 verifier ids.
-        bias_factors: [M, r] rows f of the Markov bias M f, or None.
-        bias_head: [Vd, r] the Markov bias's M, or None.
-        logit_scale: factor on W h.
-        logit_softcap: cap c of c * tanh(logits / c), or None.
-        head_bias: [V] or None.
-        draft_rows: [Vd] int64 ids of a reduced draft vocabulary, or None.
-        chunk_rows: rows a chunk; None as in `FrozenHead.default_chunk_rows`.
-
-    Returns:
-        [M] float32, no gradient; -inf where the label lies outside the draft vocabulary.
-    """
-    # The GPU accumulates 16-bit products in float32; the CPU is both slower and less exact in 16 bits.
-    dtype = head.dtype if head.is_cuda else torch.promote_types(head.dtype, torch.float32)
-    frozen = FrozenHead(head, head_bias, logit_scale, logit_softcap).to(dtype)
-    # float32 logits, their exponentials and, on CUDA, the 16-bit product live at once.
-    step = chunk_rows or max(1, frozen.default_chunk_rows() // 4)
-    frozen, result = frozen.select(draft_rows), torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-    for start in range(0, len(hidden), step):
-        chunk = slice(start, start + step)
-        bias = () if bias_factors is None or bias_head is None else (bias_factors[chunk].to(dtype), bias_head.to(dtype))
-        logits = frozen.logits(hidden[chunk].to(dtype), *bias)
-        columns, known = label_columns(labels[chunk], len(head), draft_rows)
-        log_probability = logits.gather(1, columns[:, None])[:, 0] - logits.logsumexp(dim=1)
-        result[chunk] = torch.where(known, log_probability, float("-inf"))
-    return result
