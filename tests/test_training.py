@@ -90,7 +90,7 @@ def test_a_time_budget_alone_ends_the_run_inside_it_with_its_whole_schedule_done
     config = tiny_config(steps=None, time_budget_seconds=60.0, warmup=0.1)
     train(verifier, packed_rows(), config, on_record=records.append, clock=clock)
     rates = [record["learning_rate"] / config.learning_rate for record in records]
-    assert now[0] <= 61.0
+    assert now[0] <= 60.0 + 5 * 0.25  # the step that the budget runs out in is finished: five looks at the clock
     assert max(rates) > 0.99 and rates[0] < 0.2 and rates[-1] < 0.01
     peak = rates.index(max(rates))
     assert rates[: peak + 1] == sorted(rates[: peak + 1]) and rates[peak:] == sorted(rates[peak:], reverse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -15,10 +16,10 @@ from tiny_models import tiny_verifier
 from tiny_training import DRAFTERS, packed_rows, tiny_config
 
 from speculators import checkpoint
-from speculators.errors import CheckpointError, ConfigError, TrainingInterrupted
+from speculators.errors import CheckpointError, ConfigError, DataError, TrainingInterrupted
 from speculators.speculator import Speculator
 from speculators.training import resume as resume_module
-from speculators.training.resume import STATE_FILE
+from speculators.training.run_folder import STATE_FILE
 from speculators.training.step import TrainingStep
 from speculators.training.trainer import train
 from speculators.verifier import Verifier
@@ -30,7 +31,7 @@ def verifier() -> Verifier:
 
 
 def state_of(folder: Path) -> dict[str, torch.Tensor]:
-    with safe_open(folder / STATE_FILE, framework="pt") as stream:
+    with safe_open(folder / "latest" / STATE_FILE, framework="pt") as stream:
         return {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118
 
 
@@ -130,10 +131,10 @@ def test_a_finished_run_resumes_to_what_it_was(verifier: Verifier, tmp_path: Pat
 def test_a_run_is_never_overwritten_unasked(verifier: Verifier, tmp_path: Path) -> None:
     config = tiny_config(output=tmp_path / "run", steps=1)
     train(verifier, packed_rows(), config)
-    before = (tmp_path / "run" / STATE_FILE).read_bytes()
+    before = (tmp_path / "run" / "latest" / STATE_FILE).read_bytes()
     with pytest.raises(ConfigError, match=r"already holds a training run; pass resume=True"):
         train(verifier, packed_rows(), config)
-    assert (tmp_path / "run" / STATE_FILE).read_bytes() == before
+    assert (tmp_path / "run" / "latest" / STATE_FILE).read_bytes() == before
 
 
 @pytest.mark.parametrize(
@@ -162,7 +163,7 @@ def test_a_run_can_be_made_longer(verifier: Verifier, tmp_path: Path) -> None:
 def test_a_damaged_state_is_refused(verifier: Verifier, tmp_path: Path) -> None:
     config = tiny_config(output=tmp_path / "run", steps=1)
     train(verifier, packed_rows(), config)
-    state = tmp_path / "run" / STATE_FILE
+    state = tmp_path / "run" / "latest" / STATE_FILE
     state.write_bytes(state.read_bytes()[:200])
     with pytest.raises(CheckpointError, match="cannot read the training state"):
         train(verifier, packed_rows(), config, resume=True)
@@ -172,17 +173,17 @@ def test_a_save_that_fails_leaves_the_earlier_state_whole(verifier: Verifier, tm
     config = tiny_config(output=tmp_path / "run", save_every=2)
     real, calls = resume_module.save_file, []
 
-    def full_disk(tensors: dict[str, torch.Tensor], path: str, **more: Any) -> None:
+    def full_disk(tensors: dict[str, torch.Tensor], path: Path, **more: Any) -> None:
         calls.append(path)
         if len(calls) == 2:
-            Path(path).write_bytes(b"half")
-            raise OSError("no space left on device")
+            path.write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
         real(tensors, path, **more)
 
     monkeypatch.setattr(resume_module, "save_file", full_disk)
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(DataError, match=r"cannot write the checkpoint of step 4 .*\(No space left on device\).* make room and resume"):
         train(verifier, packed_rows(), config)
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["log.jsonl", "training.json", STATE_FILE]
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000002"]
     steps: list[int] = []
     train(verifier, packed_rows(), config, resume=True, on_record=lambda record: steps.append(record["step"]))
     assert steps == [3, 4, 5, 6]

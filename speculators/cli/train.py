@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 import re
+import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, get_origin
 
 import typer
 from pydantic_core import PydanticUndefined
@@ -22,38 +24,50 @@ from speculators.cli.common import (
     parse_settings,
     write_json,
 )
+from speculators.errors import ConfigError
 from speculators.training.config import TrainingConfig
 
-OPTION_NAMES = {"options": "--option"}  # given once a setting: --option num_layers=3 --option markov_rank=32
-HELP_TEXTS = {"output": "Folder of the run: checkpoint, log.jsonl, resumable state."}
+if TYPE_CHECKING:
+    from speculators.data.rows import Conversation
+    from speculators.verifier import Verifier
+
+OPTION_NAMES = {"options": "--option"}  # given once a value: --option num_layers=3 --option markov_rank=32
+HELP_TEXTS = {"output": "Folder of the run: settings, log, checkpoints, the trained drafter."}
+REQUIRED = ("method", "data", "output")  # on the command line or in the settings file
+
+
+def flag(name: str) -> str:
+    """The option of a setting."""
+    return OPTION_NAMES.get(name, f"--{name.replace('_', '-')}")
 
 
 def with_config_fields(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command one option for every field of `TrainingConfig`; it receives them as keyword arguments.
 
-    A field that is a dict becomes a repeatable `key=value` option.
+    A field that is a dict becomes a repeatable `key=value` option, a list a repeatable one.
     """
     help_texts = _attribute_texts(TrainingConfig.__doc__ or "") | HELP_TEXTS
     own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
     options = []
     for name, field in TrainingConfig.model_fields.items():
-        # A field without a default; and the output, since a command that keeps nothing is of no use.
-        required = name == "output" or (field.default is PydanticUndefined and field.default_factory is None)
-        text = help_texts.get(name, "")
-        declared = OPTION_NAMES.get(name, f"--{name.replace('_', '-')}")
+        text, declared = help_texts.get(name, ""), flag(name)
         annotation: Any = field.annotation
-        default: Any = inspect.Parameter.empty if required else field.default
+        default: Any = None if field.default is PydanticUndefined else field.default
         if get_origin(annotation) is dict:
-            annotation, default, text = list[str] | None, None, f"{text} key=value, repeatable."
-        if annotation is bool:
+            annotation, text = list[str] | None, f"{text} key=value, repeatable."
+        elif get_origin(annotation) is list:
+            annotation, text = list[str] | None, f"{text} Repeatable."
+        elif annotation is bool:
             declared = f"{declared}/--no-{name.replace('_', '-')}"
+        elif default is None:
+            annotation = annotation | None
         options.append(
             inspect.Parameter(
                 name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[annotation, typer.Option(declared, help=text)]
             )
         )
     parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
-    signature = inspect.Signature(sorted([*options, *parameters], key=lambda p: p.default is not p.empty))
+    signature = inspect.Signature(sorted([*parameters, *options], key=lambda p: p.default is not p.empty))
 
     def wrapper(**arguments: Any) -> None:
         command(**arguments)
@@ -73,45 +87,119 @@ def _attribute_texts(docstring: str) -> dict[str, str]:
 
 @with_config_fields
 def train(
-    data: Annotated[Path, typer.Option(help="Folder written by `speculators data synthesize`.")],
+    context: typer.Context,
+    config: Annotated[Path | None, typer.Option(help="YAML file of settings, named like the options; options override it.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Folder written by `speculators data synthesize`.")] = None,
     verifier: VerifierOption = DEFAULT_VERIFIER,
     held_out: Annotated[float, typer.Option(help="Share of the conversations kept for evaluation.")] = 0.02,
     init_from: Annotated[str | None, typer.Option(help="Checkpoint to start from: same method, or one it can grow out of.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --output.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --output at its last checkpoint.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print sizes, memory and disk need; train nothing, write nothing.")] = False,
     dtype: DtypeOption = "auto",
     device: DeviceOption = None,
     json: JsonOption = None,
     **fields: Any,
 ) -> None:
-    """Train a drafter for a verifier on the verifier's own replies."""
+    """Train a drafter for a verifier on the verifier's own replies. Runs on several GPUs under torchrun."""
     check_json_path(json)
+    given = {"data": data, "verifier": verifier, "held_out": held_out, "init_from": init_from, "dtype": dtype, "device": device, **fields}
+    settings = resolve_settings(config, given, {name for name in given if _was_given(context, name)})
+    from speculators.training.world import process_group
+
+    with process_group():
+        run(settings, resume=resume, dry_run=dry_run, json=json)
+
+
+def _was_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name not in ("DEFAULT", "DEFAULT_MAP")
+
+
+def resolve_settings(path: Path | None, given: dict[str, Any], on_command_line: set[str]) -> dict[str, Any]:
+    """Every setting of the run: from the command line, else from the file, else its default.
+
+    Args:
+        path: of a settings file.
+        given: name -> value on the command line, or default.
+        on_command_line: names that were really given there.
+
+    Raises:
+        ConfigError: the file cannot be used, or a setting without default is given nowhere.
+    """
+    from speculators.training.settings import read_settings
+
+    written = {} if path is None else read_settings(path, list(given))
+    settings = {}
+    for name, value in given.items():
+        field = TrainingConfig.model_fields.get(name)
+        origin = get_origin(field.annotation) if field is not None else None
+        if origin is dict:
+            value = parse_settings(value or [], flag(name))  # key by key over those of the file
+            value = {**_mapping(path, name, written.get(name)), **value}
+        elif name in written and name not in on_command_line:
+            value = written[name]
+        settings[name] = [] if origin is list and value is None else value
+    for name in REQUIRED:
+        if settings[name] is None:
+            raise ConfigError(f"missing {flag(name)}: give it on the command line or as {name} in the file of --config")
+    return settings
+
+
+def _mapping(path: Path | None, name: str, value: Any) -> dict[str, Any]:
+    if value is not None and not isinstance(value, dict):
+        raise ConfigError(f"{path}: {name} = {value!r} must be a mapping of names to values")
+    return value or {}
+
+
+def run(settings: dict[str, Any], *, resume: bool, dry_run: bool, json: Path | None) -> None:
+    """Train with resolved settings, or only say what that would take."""
+    from speculators.checkpoint.card import ModelCard
     from speculators.data.rows import pack, split_held_out
     from speculators.data.storage import load_conversations
-    from speculators.errors import DataError
+    from speculators.training.trainer import Provenance
     from speculators.training.trainer import train as run_training
+    from speculators.training.world import World, local_device
 
-    for name in ("options", "learning_rate_scale"):
-        fields[name] = parse_settings(fields[name] or [], OPTION_NAMES.get(name, f"--{name.replace('_', '-')}"))
-    config = TrainingConfig(**fields)
+    world = World.current()
+    config = TrainingConfig(**{name: value for name, value in settings.items() if name in TrainingConfig.model_fields})
+    data, held_out = Path(settings["data"]), float(settings["held_out"])
     conversations, header = load_conversations(data)
-    target = load_verifier(verifier, dtype, device)
-    source = header["verifier"]
-    largest = max(max(conversation.input_ids) for conversation in conversations)
-    if largest >= target.vocab_size:
-        raise DataError(f"{data} holds token id {largest}, but {verifier!r} has {target.vocab_size} tokens: the data is that of {source!r}")
-    if source != target.weights.name_or_path:
-        typer.echo(f"warning: the replies in {data} are those of {source!r}, not of {verifier!r}: acceptance will suffer", err=True)
     training, evaluation = split_held_out(conversations, held_out)
+    device = settings["device"] or local_device()
+    verifier = load_verifier(settings["verifier"], settings["dtype"], None if device is None else str(device))
+    check_pairing(data, conversations, str(header.get("verifier")), verifier, warn=world.is_main)
+    rows = pack(training, config.row_length, config.seed)
+    if dry_run:
+        from speculators.training.estimate import estimate
+
+        result = estimate(verifier, rows, config, world.size)
+        if world.is_main:
+            for line in result.lines():
+                typer.echo(line)
+            write_json(json, {"command": "train", "dry_run": True, **vars(result)})
+        return
     records: list[dict[str, Any]] = []
+    others = {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in settings.items()
+        if name not in TrainingConfig.model_fields
+    }
+    card = ModelCard(
+        training_command=shlex.join(["speculators", *sys.argv[1:]]),
+        data=f"{len(training)} conversations of {data.name}, replies by {header.get('verifier')}",
+    )
     speculator = run_training(
-        target,
-        pack(training, config.row_length, config.seed),
+        verifier,
+        rows,
         config,
         held_out=pack(evaluation, config.row_length, config.seed) if evaluation else None,
-        init_from=init_from,
+        init_from=settings["init_from"],
         resume=resume,
+        provenance=Provenance(others, card),
         on_record=records.append,
     )
+    if not world.is_main:
+        return
     parameters = sum(parameter.numel() for parameter in speculator.parameters())
     last = {kind: next((record for record in reversed(records) if record["kind"] == kind), None) for kind in ("train", "teacher-forced")}
     typer.echo(f"{config.method} drafter of {parameters / 1e6:.2f} M parameters in {config.output}")
@@ -132,3 +220,19 @@ def train(
             "records": [record for record in last.values() if record is not None],
         },
     )
+
+
+def check_pairing(data: Path, conversations: list[Conversation], source: str, verifier: Verifier, *, warn: bool) -> None:
+    """Refuse data that the verifier cannot read; warn of replies that are not its own.
+
+    Raises:
+        DataError: a token id is outside the verifier's vocabulary.
+    """
+    from speculators.errors import DataError
+
+    name = verifier.weights.name_or_path
+    largest = max(max(conversation.input_ids) for conversation in conversations)
+    if largest >= verifier.vocab_size:
+        raise DataError(f"{data} holds token id {largest}, but {name!r} has {verifier.vocab_size} tokens: the data is that of {source!r}")
+    if source != name and warn:
+        typer.echo(f"warning: the replies in {data} are those of {source!r}, not of {name!r}: acceptance will suffer", err=True)

@@ -19,17 +19,19 @@ class TrainingConfig(BaseModel):
     Attributes:
         method: the algorithm's method string.
         options: the algorithm's own settings, by name.
-        output: folder of the run (checkpoint, `log.jsonl`, resumable state); None keeps everything in memory.
+        output: folder of the run (settings, log, checkpoints, the trained drafter); None keeps everything in memory.
         steps: optimizer steps.
         epochs: passes over the rows; may be fractional.
         time_budget_seconds: wall time of this process, from the start of setup to the end of the last evaluation.
         rows_per_step: packed rows an optimizer step learns from.
-        accumulation: micro-batches a step is cut into; it changes memory, not the result. Divides `rows_per_step`.
+        accumulation: micro-batches that each process cuts its share of a step into; it changes memory, not the gradient.
+            Accumulation times processes divides `rows_per_step`.
         row_length: tokens of a packed row, for whoever packs the conversations.
         learning_rate: peak.
         learning_rate_scale: factors on it for parameters whose name contains a key; the longest key wins.
         learning_rate_floor: where the cosine ends, as a fraction of the peak.
         warmup: fraction of the run in which the learning rate rises linearly.
+        ema_decay: evaluate and save a moving average of the weights with this decay, such as 0.999; None saves the weights.
         optimizer: "adamw", or "muon" for matrices and AdamW for tables, norms, biases and everything else.
         betas: AdamW's decay rates.
         muon_momentum: Muon's momentum.
@@ -37,12 +39,24 @@ class TrainingConfig(BaseModel):
         gradient_clip: largest norm of the gradient of a step.
         precision: "bfloat16" is autocast over float32 weights; "auto" takes it on CUDA and for bfloat16 verifiers.
         seed: of initial weights, row order and everything that the algorithm draws.
+        hidden_states: a store that `speculators data store` wrote for these rows, to read hidden states from; None runs the verifier.
         cache_states: compute the verifier's hidden states once and keep them on the device, where they fit.
         cache_memory_fraction: the most of the device's free memory that they may take.
         cuda_graphs: replay whole steps as CUDA graphs (on CUDA only).
+        parallel: with several processes, "ddp" keeps the drafter whole in each, "fsdp" spreads weights and optimizer state.
+        shard_verifier: spread the verifier's layers over the processes too; its hidden states are then computed at every visit.
         log_every: steps between records of `log.jsonl`.
+        loggers: dashboards that get the records too: "tensorboard", "wandb", "trackio", "mlflow".
+        run_name: what dashboards call the run; the name of the output folder when None.
         evaluate_every: steps between evaluations on the held-out rows; None evaluates at both ends only.
-        save_every: steps between saves of the resumable state; None saves at the end and on a signal only.
+        best_by: the number of an evaluation that decides which checkpoint is the best, such as "loss"; None takes
+            "acceptance_length", or "loss" where the drafter reports no acceptance.
+        patience: stop after this many evaluations without improvement; None never stops early.
+        min_improvement: in `best_by`, less than this is none.
+        save_every: steps between checkpoints; None saves at the end, on a signal, and where an evaluation was the best.
+        keep_checkpoints: the last ones that stay, besides the best.
+        profile_steps: trace this many steps with torch.profiler into `output/profile`, after the first few.
+        peak_tflops: what one device can do, for the share of it that training uses; None looks common GPUs up.
         max_damaged_fraction: training stops when more rows than this have hidden states that are not finite.
         checkpoint_form: "full", or "compact" without the tensors that equal the verifier's.
         progress: show a progress bar.
@@ -69,6 +83,7 @@ class TrainingConfig(BaseModel):
     learning_rate_scale: dict[str, float] = Field(default_factory=dict)
     learning_rate_floor: float = Field(0.0, ge=0, le=1)
     warmup: float = Field(0.04, ge=0, lt=1)
+    ema_decay: float | None = Field(None, gt=0, lt=1)
     optimizer: Literal["adamw", "muon"] = "adamw"
     betas: tuple[float, float] = (0.9, 0.95)
     muon_momentum: float = Field(0.95, ge=0, lt=1)
@@ -77,13 +92,25 @@ class TrainingConfig(BaseModel):
     precision: Literal["auto", "bfloat16", "float32"] = "auto"
     seed: int = Field(0, ge=0)
 
+    hidden_states: Path | None = None
     cache_states: bool = True
     cache_memory_fraction: float = Field(0.6, gt=0, le=1)
     cuda_graphs: bool = True
 
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    shard_verifier: bool = False
+
     log_every: int = Field(20, ge=1)
+    loggers: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = Field(default_factory=list)
+    run_name: str | None = None
     evaluate_every: int | None = Field(None, ge=1)
+    best_by: str | None = None
+    patience: int | None = Field(None, ge=1)
+    min_improvement: float = Field(0.0, ge=0)
     save_every: int | None = Field(None, ge=1)
+    keep_checkpoints: int = Field(1, ge=1)
+    profile_steps: int = Field(0, ge=0)
+    peak_tflops: float | None = Field(None, gt=0)
     max_damaged_fraction: float = Field(0.05, ge=0, le=1)
     checkpoint_form: Literal["full", "compact"] = "full"
     progress: bool = True
@@ -111,12 +138,22 @@ class TrainingConfig(BaseModel):
             raise ValueError("steps and epochs both say how long to train; give one of them")
         if self.rows_per_step % self.accumulation:
             raise ValueError(f"accumulation {self.accumulation} must divide rows_per_step {self.rows_per_step}")
+        if self.patience is not None and self.evaluate_every is None:
+            raise ValueError("patience counts evaluations; set evaluate_every")
         return self
 
-    @property
-    def rows_per_micro_batch(self) -> int:
-        """Packed rows of one forward and backward pass."""
-        return self.rows_per_step // self.accumulation
+    def rows_per_micro_batch(self, processes: int = 1) -> int:
+        """Packed rows of one forward and backward pass of one of so many processes.
+
+        Raises:
+            ConfigError: the rows of a step cannot be cut into equal micro-batches.
+        """
+        rows, rest = divmod(self.rows_per_step, self.accumulation * processes)
+        if rest:
+            raise ConfigError(
+                f"training: accumulation {self.accumulation} times {processes} processes must divide rows_per_step {self.rows_per_step}"
+            )
+        return rows
 
     def total_steps(self, num_rows: int) -> int | None:
         """Optimizer steps over `num_rows` packed rows; None when only the time budget limits the run.

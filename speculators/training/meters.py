@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+
+from speculators.training.world import World
 
 # A ratio by draft position, a ratio, a count, or None where nothing was counted.
 Reading = float | list[float | None] | None
@@ -37,12 +40,44 @@ class Meters:
             if weight is not None:
                 weight.zero_()
 
-    def read(self) -> dict[str, Reading]:
-        """Every ratio and count of the interval, with one transfer from the device; then start a new one."""
-        if not self._sums:
+    def state(self, world: World | None = None) -> dict[str, Tensor]:
+        """Numerators and denominators of the interval so far by name, summed over all processes; copies."""
+        parts = self._parts()
+        if not parts:
             return {}
-        parts = [part.flatten() for pair in self._sums.values() for part in pair if part is not None]
-        values = torch.cat(parts).tolist()
+        flat = (world or World()).sum_(torch.cat([part.flatten() for part in parts.values()]))
+        sums = flat.split([part.numel() for part in parts.values()])
+        return {name: total.view_as(part).clone() for (name, part), total in zip(parts.items(), sums, strict=True)}
+
+    def load_state(self, state: Mapping[str, Tensor], device: torch.device) -> None:
+        """Continue an interval. Sums that exist keep their place in memory, which a CUDA graph may have recorded."""
+        for name in dict.fromkeys(key.rpartition(".")[0] for key in state):
+            numerator, denominator = state[f"{name}.numerator"], state.get(f"{name}.denominator")
+            if name not in self._sums:
+                zero = torch.zeros(numerator.shape, dtype=torch.float64, device=device)
+                self._sums[name] = (zero, None if denominator is None else torch.zeros_like(zero))
+            total, weight = self._sums[name]
+            total.copy_(numerator)
+            if weight is not None and denominator is not None:
+                weight.copy_(denominator)
+
+    def _parts(self) -> dict[str, Tensor]:
+        named = {}
+        for name, (total, weight) in self._sums.items():
+            named[f"{name}.numerator"] = total
+            if weight is not None:
+                named[f"{name}.denominator"] = weight
+        return named
+
+    def read(self, world: World | None = None) -> dict[str, Reading]:
+        """Every ratio and count of the interval over all processes, with one transfer from the device; then start a new one.
+
+        What is summed over the processes is one copy of all sums, once: two names for one tensor cannot be summed twice.
+        """
+        parts = self._parts().values()
+        if not parts:
+            return {}
+        values = (world or World()).sum_(torch.cat([part.flatten() for part in parts])).tolist()
         readings: dict[str, Reading] = {}
         at = 0
         for name, (total, weight) in self._sums.items():

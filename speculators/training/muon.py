@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from speculators.training.sharding import Sharding
+
 # The quintic of Newton-Schulz, steepest at zero: singular values end between about 0.7 and 1.2 after five steps.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
@@ -40,14 +42,16 @@ class MatrixGroup:
 
     Attributes:
         names: of the parameters.
-        parameters: [rows, columns] each.
+        parameters: [own rows, columns] each, of this process.
+        rows: of the full matrices.
         learning_rate_scale: factor on the learning rate.
         weight_decay: decoupled.
-        momentum: [n, rows, columns] float32, the running mean of gradients.
+        momentum: [n, own rows, columns] float32, the running mean of gradients.
     """
 
     names: list[str]
     parameters: list[nn.Parameter]
+    rows: int
     learning_rate_scale: float
     weight_decay: float
     momentum: Tensor
@@ -56,12 +60,14 @@ class MatrixGroup:
 class Muon:
     """Nesterov momentum m <- mu m + (1 - mu) g, update u = orthogonalise((1 - mu) g + mu m), step 0.2 sqrt(max(rows, columns)) u.
 
-    That factor gives the step AdamW's usual root mean square, so one learning rate serves both.
+    That factor gives the step AdamW's usual root mean square, so one learning rate serves both. Orthogonalising needs whole
+    matrices: where processes hold rows, they are gathered for it, and each process keeps its own rows of the result.
     """
 
-    def __init__(self, groups: Sequence[MatrixGroup], momentum: float) -> None:
+    def __init__(self, groups: Sequence[MatrixGroup], momentum: float, sharding: Sharding | None = None) -> None:
         self.groups = list(groups)
         self.momentum = momentum
+        self._sharding = sharding or Sharding()
 
     @torch.no_grad()
     def step(self, learning_rate: Tensor, skip: Tensor) -> None:
@@ -76,9 +82,10 @@ class Muon:
             gradients = torch.stack([parameter.grad for parameter in group.parameters if parameter.grad is not None])
             gradients = torch.where(skip > 0, 0.0, gradients)  # skipped ones may be NaN
             group.momentum.lerp_(gradients, keep * (1.0 - self.momentum))
-            updates = orthogonalise(gradients.lerp(group.momentum, self.momentum))
+            whole = self._sharding.gather(gradients.lerp(group.momentum, self.momentum), group.rows, dim=1)
+            updates = orthogonalise(whole)[:, self._sharding.share(group.rows)]
             rate = keep * learning_rate * group.learning_rate_scale
-            size = 0.2 * max(gradients.shape[1:]) ** 0.5
+            size = 0.2 * max(whole.shape[1:]) ** 0.5
             weights: list[Tensor] = list(group.parameters)
             torch._foreach_mul_(weights, 1.0 - rate * group.weight_decay)
             torch._foreach_sub_(weights, list((updates * (rate * size)).unbind()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +13,7 @@ from speculators.errors import CheckpointError, ConfigError
 from speculators.speculator import Speculator
 from speculators.training.config import TrainingConfig
 from speculators.training.muon import MatrixGroup, Muon
+from speculators.training.sharding import Sharding, is_spread, local_part
 
 _ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")
 
@@ -66,11 +67,21 @@ def parameter_groups(speculator: Speculator, config: TrainingConfig) -> list[Par
 class DrafterOptimizer:
     """Updates the parameters of `parameter_groups`; capturable in a CUDA graph.
 
+    Args:
+        speculator: what is trained.
+        config: the run's configuration.
+        sharding: how the speculator's parameters are spread over processes; each process updates its own rows.
+
     Attributes:
         learning_rate: scalar float32 on the device; fill it before an update.
+        sources: the trainable parameters as the speculator has them.
+        parameters: this process's rows of each, sharing their memory; the parameters themselves where they are not spread.
+            They are updated from their `.grad`.
+        names: of each.
     """
 
-    def __init__(self, speculator: Speculator, config: TrainingConfig) -> None:
+    def __init__(self, speculator: Speculator, config: TrainingConfig, sharding: Sharding | None = None) -> None:
+        self._sharding = sharding or Sharding()
         groups = parameter_groups(speculator, config)
         first = next(iter(groups[0].parameters.values()))
         for group in groups:
@@ -78,8 +89,14 @@ class DrafterOptimizer:
                 if parameter.dtype != torch.float32:
                     raise ConfigError(f"{name} is {parameter.dtype}: training needs float32 weights, small updates are lost in others")
         self.learning_rate = torch.zeros((), device=first.device)
+        self.names = [name for group in groups for name in group.parameters]
+        self.sources = [parameter for group in groups for parameter in group.parameters.values()]
+        self._full_shapes = {name: parameter.shape for group in groups for name, parameter in group.parameters.items()}
+        for group in groups:
+            group.parameters = {name: _own_rows(parameter) for name, parameter in group.parameters.items()}
         self.parameters = [parameter for group in groups for parameter in group.parameters.values()]
-        self._muon = Muon([part for group in groups if group.kind == "muon" for part in _by_shape(group)], config.muon_momentum)
+        matrices = [part for group in groups if group.kind == "muon" for part in _by_shape(group, self._full_shapes)]
+        self._muon = Muon(matrices, config.muon_momentum, self._sharding)
         self._adamw_groups = [group for group in groups if group.kind == "adamw"]
         self._adamw: torch.optim.AdamW | None = None
         if self._adamw_groups:
@@ -119,7 +136,7 @@ class DrafterOptimizer:
             self._adamw.step()
 
     def state(self) -> dict[str, Tensor]:
-        """The state by name: `adamw.<parameter>.<part>` and `muon.<parameter>`, float32, not copied."""
+        """This process's state by name: `adamw.<parameter>.<part>` and `muon.<parameter>`, float32, not copied."""
         tensors = {}
         for matrices in self._muon.groups:
             tensors.update({f"muon.{name}": matrices.momentum[i] for i, name in enumerate(matrices.names)})
@@ -129,32 +146,51 @@ class DrafterOptimizer:
                     tensors.update({f"adamw.{name}.{part}": self._adamw.state[parameter][part] for part in _ADAMW_STATE})
         return tensors
 
+    def full_state(self) -> Iterator[tuple[str, Tensor]]:
+        """The state of all processes, one tensor after the other, in every process."""
+        for name, tensor in self.state().items():
+            yield name, self._sharding.gather(tensor, self._rows(name))
+
+    def _rows(self, name: str) -> int:
+        """Rows of the full parameter that a tensor of the state belongs to."""
+        kind, _, rest = name.partition(".")
+        parameter = rest if kind == "muon" else rest.rpartition(".")[0]
+        return self._full_shapes[parameter][:1].numel()
+
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy a state of `state()` into this optimizer.
+        """Copy a full state into this optimizer, of which each process takes its rows.
 
         Raises:
             CheckpointError: a tensor is missing or has another shape.
         """
         for name, own in self.state().items():
             stored = tensors.get(name)
+            if stored is not None:
+                stored = self._sharding.take(stored)
             if stored is None or stored.shape != own.shape:
                 found = "missing" if stored is None else f"of shape {tuple(stored.shape)}"
                 raise CheckpointError(f"the training state does not fit: {name} is {found}, expected {tuple(own.shape)}; start a new run")
             own.copy_(stored)
 
 
-def _by_shape(group: ParameterGroup) -> list[MatrixGroup]:
+def _own_rows(parameter: nn.Parameter) -> nn.Parameter:
+    """This process's rows as a parameter that shares their memory."""
+    return nn.Parameter(local_part(parameter)) if is_spread(parameter) else parameter
+
+
+def _by_shape(group: ParameterGroup, full_shapes: Mapping[str, torch.Size]) -> list[MatrixGroup]:
     shapes: dict[torch.Size, dict[str, nn.Parameter]] = defaultdict(dict)
     for name, parameter in group.parameters.items():
-        shapes[parameter.shape][name] = parameter
+        shapes[full_shapes[name]][name] = parameter
     return [
         MatrixGroup(
             names=list(members),
             parameters=list(members.values()),
+            rows=shape[0],
             learning_rate_scale=group.learning_rate_scale,
             weight_decay=group.weight_decay,
-            momentum=torch.zeros((len(members), *shape), device=next(iter(members.values())).device),
+            momentum=torch.zeros((len(members), *next(iter(members.values())).shape), device=next(iter(members.values())).device),
         )
         for shape, members in shapes.items()
     ]

@@ -1,15 +1,16 @@
-"""The resumable state of a run: one safetensors file, whole or absent, holding float32 weights, optimizer state and position.
+"""The resumable state of a run: one safetensors file with float32 weights, optimizer state, averages and the run's position.
 
-The order of rows and every random draw follow from the seed and the step number, so there is no generator state to keep.
+The order of rows and every random draw follow from the seed and the step number, so there is no generator state to keep. Saves
+lie between steps, so there is no half-accumulated gradient either. Tensors are stored whole, however they were spread: a run may
+go on with another number of processes.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,13 @@ from speculators.errors import CheckpointError, ConfigError
 from speculators.registry import get_algorithm
 from speculators.speculator import Speculator
 from speculators.training.config import TrainingConfig
-from speculators.training.optimizer import DrafterOptimizer
+from speculators.training.run_folder import STATE_FILE
+from speculators.training.stopping import Best
 
-STATE_FILE = "training_state.safetensors"
+WEIGHTS, OPTIMIZER, AVERAGE, METERS = "speculator.", "optimizer.", "average.", "meters."
 
 # Changing one of these makes another run of it; the other fields may change between an interruption and its resume.
-_MUST_MATCH = ("method", "options", "optimizer", "seed", "rows_per_step")
+_MUST_MATCH = ("method", "options", "optimizer", "seed", "rows_per_step", "ema_decay")
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,9 @@ class ResumePoint:
         seconds: of training so far, over all processes.
         settings: the configuration fields that a resume must share.
         data: sha256 of the packed rows.
+        run_id: names the run to dashboards, so that a resumed one continues its curves.
+        evaluated: step of the last evaluation; -1 before the first.
+        best: the best evaluation.
     """
 
     step: int
@@ -49,6 +54,9 @@ class ResumePoint:
     seconds: float
     settings: dict[str, Any]
     data: str
+    run_id: str
+    evaluated: int = -1
+    best: Best = field(default_factory=Best)
 
 
 def essential_settings(config: TrainingConfig) -> dict[str, Any]:
@@ -65,64 +73,90 @@ def fingerprint(rows: PackedRows) -> str:
     return digest.hexdigest()
 
 
-def save_state(folder: Path, speculator: Speculator, optimizer: DrafterOptimizer, point: ResumePoint) -> None:
-    """Write the state beside its place and rename it there, so that a reader sees the old one or the new one."""
-    tensors = {f"speculator.{name}": value for name, value in speculator.state_dict().items()}
-    tensors.update({f"optimizer.{name}": value for name, value in optimizer.state().items()})
-    # Tied or sliced tensors share memory, which safetensors refuses.
-    owned = {name: value.detach().to("cpu", copy=True).contiguous() for name, value in tensors.items()}
-    handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{STATE_FILE}.")
-    os.close(handle)
-    try:
-        save_file(owned, temporary, metadata={"point": json.dumps(asdict(point)), "speculator": speculator.config.model_dump_json()})
-        with open(temporary, "rb") as stream:
-            os.fsync(stream.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, folder / STATE_FILE)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+def write_state(folder: Path, tensors: Mapping[str, Tensor], speculator: SpeculatorConfig, point: ResumePoint) -> None:
+    """Write the state into a checkpoint folder.
 
-
-def stored_config(folder: Path, method: str) -> SpeculatorConfig | None:
-    """Configuration of the speculator whose state lies in a folder; None where `load_state` will refuse the state.
-
-    It need not follow from the run's options: a run that started from another drafter has that one's taps and shape.
+    Args:
+        folder: of the checkpoint.
+        tensors: on the CPU, contiguous, sharing no memory; named with one of the prefixes above.
+        speculator: its configuration.
+        point: the run's position.
     """
-    try:
-        with safe_open(folder / STATE_FILE, framework="pt") as stream:
-            data = json.loads((stream.metadata() or {}).get("speculator", "null"))
-    except (SafetensorError, OSError, ValueError):
-        return None
-    if data is None or data.get("speculators_model_type") != method:
-        return None
-    return get_algorithm(method).speculator_class.config_class.parse(data, str(folder / STATE_FILE))
+    metadata = {"point": json.dumps(asdict(point)), "speculator": speculator.model_dump_json()}
+    save_file(dict(tensors), folder / STATE_FILE, metadata=metadata)
+    (folder / STATE_FILE).chmod(0o644)  # safetensors makes it readable by its owner alone
 
 
-def load_state(folder: Path, speculator: Speculator, optimizer: DrafterOptimizer, config: TrainingConfig, rows: PackedRows) -> ResumePoint:
-    """Load weights and optimizer state in place.
+@dataclass(frozen=True)
+class StoredState:
+    """A state as it lies on disk.
 
-    Raises:
-        CheckpointError: the file is damaged or holds other tensors than this speculator needs.
-        ConfigError: the run it belongs to has other settings or other data.
+    Attributes:
+        path: of the file.
+        point: the run's position.
+        speculator: configuration of the drafter. It need not follow from the run's options: a run that started from another
+            drafter has that one's taps and shape.
+        tensors: by name, on the CPU, whole.
     """
-    path = folder / STATE_FILE
-    try:
-        with safe_open(path, framework="pt") as stream:
-            point = ResumePoint(**json.loads(stream.metadata()["point"]))
-            tensors: dict[str, Tensor] = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"cannot read the training state {path}: {error}; remove it to start anew") from error
-    for key, ours in essential_settings(config).items():
-        if point.settings.get(key) != ours:
-            theirs = point.settings.get(key)
-            raise ConfigError(f"{path} belongs to a run with {key} = {theirs!r}, not {ours!r}; choose another output folder")
-    if point.data != fingerprint(rows):
-        raise ConfigError(f"{path} belongs to a run on other training rows; choose another output folder or the same data")
-    weights = {name.removeprefix("speculator."): value for name, value in tensors.items() if name.startswith("speculator.")}
-    try:
-        speculator.load_state_dict(weights)
-    except RuntimeError as error:
-        raise CheckpointError(f"the training state {path} does not fit this {speculator.method} speculator: {error}") from error
-    optimizer.load_state({name.removeprefix("optimizer."): value for name, value in tensors.items() if name.startswith("optimizer.")})
-    return point
+
+    path: Path
+    point: ResumePoint
+    speculator: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+    @classmethod
+    def read(cls, folder: Path) -> StoredState:
+        """Read the state of a checkpoint folder.
+
+        Raises:
+            CheckpointError: the file is damaged.
+        """
+        path = folder / STATE_FILE
+        try:
+            with safe_open(path, framework="pt") as stream:
+                metadata = stream.metadata()
+                fields = json.loads(metadata["point"])
+                point = ResumePoint(**{**fields, "best": Best(**fields["best"])})
+                speculator = json.loads(metadata["speculator"])
+                tensors = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"cannot read the training state {path}: {error}; move {folder} away to resume from the checkpoint before it"
+            ) from error
+        return cls(path, point, speculator, tensors)
+
+    def check(self, config: TrainingConfig, data: str) -> None:
+        """Refuse to continue another run than this one.
+
+        Args:
+            config: of the resuming run.
+            data: `fingerprint` of its rows.
+
+        Raises:
+            ConfigError: settings or data differ.
+        """
+        for key, ours in essential_settings(config).items():
+            theirs = self.point.settings.get(key)
+            if theirs != ours:
+                raise ConfigError(f"{self.path} belongs to a run with {key} = {theirs!r}, not {ours!r}; choose another output folder")
+        if self.point.data != data:
+            raise ConfigError(f"{self.path} belongs to a run on other training rows; choose another output folder or the same data")
+
+    def config(self, method: str) -> SpeculatorConfig:
+        """The drafter's configuration."""
+        return get_algorithm(method).speculator_class.config_class.parse(self.speculator, str(self.path))
+
+    def part(self, prefix: str) -> dict[str, Tensor]:
+        """The tensors under a prefix, without it."""
+        return {name.removeprefix(prefix): value for name, value in self.tensors.items() if name.startswith(prefix)}
+
+    def load_weights(self, speculator: Speculator) -> None:
+        """Fill a drafter of the same configuration.
+
+        Raises:
+            CheckpointError: the tensors do not fit.
+        """
+        try:
+            speculator.load_state_dict(self.part(WEIGHTS))
+        except RuntimeError as error:
+            raise CheckpointError(f"the training state {self.path} does not fit this {speculator.method} speculator: {error}") from error

@@ -1,20 +1,24 @@
-"""One optimizer step: micro-batches forward and backward, then clip and update. Static tensors in, running sums out.
+"""One optimizer step: micro-batches forward and backward, then sum, clip and update. Static tensors in, running sums out.
 
 On CUDA each of the functions below is captured once and replayed; on the CPU the same functions are called.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 
 from speculators.errors import ConfigError
-from speculators.speculator import Speculator
+from speculators.training.average import WeightAverage
+from speculators.training.batch import LossOutput, TrainingBatch
 from speculators.training.config import TrainingConfig
 from speculators.training.graph import Capture, Pace
 from speculators.training.meters import Meters, Reading
 from speculators.training.optimizer import DrafterOptimizer
 from speculators.training.order import mix
+from speculators.training.parallel import Parallel
 from speculators.training.source import HiddenStateSource, without_damaged_rows
 
 # What the random draws of a training batch and of an evaluation batch are seeded with, besides the run's seed.
@@ -43,19 +47,27 @@ class TrainingStep:
     none), so that a step's gradient does not depend on how it is cut. A step without any weight, or whose gradient is
     not finite, changes nothing and is counted.
 
+    A step's rows are cut into accumulation x processes micro-batches of equal size, numbered through. What an algorithm draws
+    for one follows from the seed, the step and that number: one process with accumulation 8 and eight processes with
+    accumulation 1 learn from the same draws.
+
     Args:
-        speculator: float32 weights, attached to its verifier.
+        parallel: the speculator's loss (float32 weights, attached to its verifier) and the processes.
         source: of the training rows.
         held_out: of the rows that are only evaluated.
         optimizer: of the speculator.
         config: the run's configuration.
         dtype: of `training_dtype`.
         capture: for CUDA graphs.
+
+    Attributes:
+        average: of the weights; None where none is kept.
+        meters: sums of the current log interval.
     """
 
     def __init__(
         self,
-        speculator: Speculator,
+        parallel: Parallel,
         source: HiddenStateSource,
         held_out: HiddenStateSource | None,
         optimizer: DrafterOptimizer,
@@ -63,39 +75,43 @@ class TrainingStep:
         dtype: torch.dtype,
         capture: Capture,
     ) -> None:
-        self.speculator = speculator
         self.optimizer = optimizer
         self.config = config
+        self.meters, self._held_out_meters = Meters(), Meters()
+        self.average: WeightAverage | None = None
+        if config.ema_decay is not None:
+            self.average = WeightAverage(dict(zip(optimizer.names, optimizer.parameters, strict=True)), config.ema_decay)
+        self._parallel, self._world = parallel, parallel.world
         self._source, self._held_out, self._dtype = source, held_out, dtype
         self._device = optimizer.learning_rate.device
-        self._meters, self._held_out_meters = Meters(), Meters()
         self._pace = Pace(self._device)
-        self._index = torch.zeros(config.rows_per_micro_batch, dtype=torch.int64, device=self._device)
+        self._index = torch.zeros(config.rows_per_micro_batch(self._world.size), dtype=torch.int64, device=self._device)
         self._weight = torch.zeros((), device=self._device)
-        # Static, and added to by every backward pass: this is what accumulates.
-        self._gradients = [torch.zeros_like(parameter, requires_grad=False) for parameter in optimizer.parameters]
-        for parameter, gradient in zip(optimizer.parameters, self._gradients, strict=True):
-            parameter.grad = gradient
+        self._gradients = parallel.gradients(optimizer)
         self._run_micro_batch = capture(self.micro_batch)
         self._clear()
         self._run_update = capture(self.update)  # without weight a warm-up update changes nothing
         self._run_evaluation = capture(self.evaluation_batch) if held_out is not None else None
         self._clear()
-        self._meters.reset()
+        self.meters.reset()
         self._held_out_meters.reset()
 
     def _clear(self) -> None:
         self._weight.zero_()
-        torch._foreach_zero_(self._gradients)
+        self._gradients.zero()
 
     # -- the captured bodies -----------------------------------------------------------------------------------
 
-    def _loss(self, source: HiddenStateSource, meters: Meters) -> tuple[Tensor, Tensor]:
-        batch, damaged = without_damaged_rows(source.batch(self._index))
+    def _loss(self, batch: TrainingBatch) -> tuple[LossOutput, Tensor]:
+        """The loss of a batch and its weight."""
         with torch.autocast(self._device.type, dtype=self._dtype, enabled=self._dtype != torch.float32, cache_enabled=False):
-            output = self.speculator.training_loss(batch)
+            output = self._parallel.loss(batch)
         weight = output.metrics["loss"][1] if "loss" in output.metrics else batch.loss_mask.sum()
-        weight = weight.detach().float()
+        return output, weight.detach().float()
+
+    def _metered_loss(self, source: HiddenStateSource, meters: Meters) -> tuple[Tensor, Tensor]:
+        batch, damaged = without_damaged_rows(source.batch(self._index))
+        output, weight = self._loss(batch)
         counted = torch.where(output.loss.isfinite(), weight, 0.0)  # one overflow must not hide the loss of a whole interval
         meters.add("loss", torch.where(counted > 0, output.loss.float() * weight, 0.0), counted)
         for name, (numerator, denominator) in output.metrics.items():
@@ -108,27 +124,31 @@ class TrainingStep:
 
     def micro_batch(self) -> None:
         """Add a micro-batch's gradient (times its weight) and its metrics to the running sums."""
-        loss, weight = self._loss(self._source, self._meters)
+        loss, weight = self._metered_loss(self._source, self.meters)
         (loss.float() * weight).backward()
         self._weight.add_(weight)
 
     @torch.no_grad()
     def update(self) -> None:
-        """Divide the gradient by the weight, clip it, update the weights and clear the sums of the step."""
+        """Divide the summed gradient by the summed weight, clip it, update the weights and clear the sums of the step."""
         mean = 1.0 / self._weight.clamp_min(1e-6)
-        norm = torch.nn.utils.get_total_norm(self._gradients) * mean
+        norm = self._gradients.norm() * mean
         usable = norm.isfinite() & (self._weight > 0)
-        torch._foreach_mul_(self._gradients, mean * (self.config.gradient_clip / (norm + 1e-6)).clamp_max(1.0))
-        self.optimizer.step(skip=1.0 - usable.float())
-        self._meters.add("gradient_norm", torch.where(usable, norm, 0.0), usable.float())
-        self._meters.add("skipped_steps", 1.0 - usable.float())
+        skip = 1.0 - usable.float()
+        torch._foreach_mul_(self._gradients.tensors, mean * (self.config.gradient_clip / (norm + 1e-6)).clamp_max(1.0))
+        self.optimizer.step(skip)
+        if self.average is not None:
+            self.average.update(skip)
+        # Every process computes the same two numbers; one of them reports.
+        self.meters.add("gradient_norm", torch.where(usable, norm, 0.0) * self._world.is_main, usable.float() * self._world.is_main)
+        self.meters.add("skipped_steps", skip * self._world.is_main)
         self._clear()
 
     @torch.no_grad()
     def evaluation_batch(self) -> None:
         """Add the metrics of a held-out micro-batch to their running sums."""
         assert self._held_out is not None
-        self._loss(self._held_out, self._held_out_meters)
+        self._metered_loss(self._held_out, self._held_out_meters)
 
     # -- what the trainer calls --------------------------------------------------------------------------------
 
@@ -137,28 +157,55 @@ class TrainingStep:
 
         Args:
             step: number of the step; with the seed it decides what the algorithm draws.
-            rows: [rows_per_step] int64 on the CPU.
+            rows: [rows_per_step] int64 on the CPU, the same in every process.
             learning_rate: of this step.
         """
         self.optimizer.learning_rate.fill_(learning_rate)
-        for number, micro_batch in enumerate(rows.view(self.config.accumulation, -1)):
+        if self.average is not None:
+            self.average.prepare(step)
+        first = self._world.rank * self.config.accumulation
+        mine = list(enumerate(rows.view(-1, len(self._index))))[first : first + self.config.accumulation]
+        for number, micro_batch in mine:
             torch.manual_seed(mix(self.config.seed, _TRAIN, step, number))
             self._index.copy_(micro_batch, non_blocking=True)
+            if number == mine[-1][0]:
+                self._gradients.begin_last()
             self._run_micro_batch()
+        self._gradients.reduce()
+        self._world.sum_(self._weight)
         self._run_update()
         self._pace.step()
 
     def evaluate(self) -> dict[str, Reading]:
-        """Metrics over all held-out rows, with the same draws at every call."""
+        """Metrics over all held-out rows, with the same draws at every call; of the averaged weights, where there are some."""
         assert self._held_out is not None and self._run_evaluation is not None
-        rows, size = self._held_out.num_rows, len(self._index)
-        for number in range(-(-rows // size)):
-            torch.manual_seed(mix(self.config.seed, _EVALUATE, number))
-            index = torch.arange(number * size, (number + 1) * size)
-            self._index.copy_(index.masked_fill(index >= rows, -1), non_blocking=True)
-            self._run_evaluation()
-        return self._held_out_meters.read()
+        rows, size, processes = self._held_out.num_rows, len(self._index), self._world.size
+        with self.average.in_place() if self.average is not None else nullcontext():
+            # Every process runs as many batches, so that what they gather of each other is always there.
+            for turn in range(-(-rows // (size * processes))):
+                number = turn * processes + self._world.rank
+                torch.manual_seed(mix(self.config.seed, _EVALUATE, number))
+                index = torch.arange(number * size, (number + 1) * size)
+                self._index.copy_(index.masked_fill(index >= rows, -1), non_blocking=True)
+                self._run_evaluation()
+        return self._held_out_meters.read(self._world)
 
     def read(self) -> dict[str, Reading]:
-        """Metrics since the last call; waits for the device."""
-        return self._meters.read()
+        """Metrics of all processes since the last call; waits for the device."""
+        return self.meters.read(self._world)
+
+    def count_flops(self) -> int:
+        """Floating-point operations of one step over all processes, as torch's FlopCounterMode sees them.
+
+        Forward and backward of the drafter, without the verifier and the update. What is no operation of torch's own (a Triton
+        kernel without a registered formula) is not seen, so this is a lower bound. Runs one micro-batch and forgets it.
+        """
+        from torch.utils.flop_counter import FlopCounterMode
+
+        self._index.copy_(torch.arange(len(self._index)) % self._source.num_rows)
+        batch, _ = without_damaged_rows(self._source.batch(self._index))
+        with FlopCounterMode(display=False) as counter:
+            output, weight = self._loss(batch)
+            (output.loss.float() * weight).backward()
+        self._clear()
+        return int(counter.get_total_flops()) * self.config.accumulation * self._world.size

@@ -1,45 +1,62 @@
-"""The training loop: one process, one device, the same for every algorithm."""
+"""The training run: the loop, its records and its checkpoints; on one device or many, the same for every algorithm."""
 
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
+from speculators.checkpoint.card import ModelCard
 from speculators.data.rows import PackedRows
 from speculators.errors import ConfigError, DataError, TrainingInterrupted
-from speculators.files import check_output_folder, make_folder
 from speculators.speculator import Speculator
 from speculators.training.build import build_speculator
 from speculators.training.config import TrainingConfig
+from speculators.training.estimate import disk_bytes
 from speculators.training.graph import Capture
+from speculators.training.loggers import Logger, RunFacts, check_loggers, open_loggers
 from speculators.training.meters import Reading, estimated_acceptance_length
 from speculators.training.optimizer import DrafterOptimizer
 from speculators.training.order import EpochOrder
-from speculators.training.resume import STATE_FILE, ResumePoint, essential_settings, fingerprint, load_state, save_state, stored_config
+from speculators.training.parallel import parallelise, shard_verifier
+from speculators.training.profiling import StepProfiler, peak_flops
+from speculators.training.resume import ResumePoint, StoredState, essential_settings, fingerprint
+from speculators.training.run_folder import BEST, RunFolder
+from speculators.training.saving import RunState
 from speculators.training.schedule import Progress, learning_rate_factor
+from speculators.training.settings import SETTINGS_FILE, write_settings
 from speculators.training.source import HiddenStateSource, hidden_state_source
 from speculators.training.step import TrainingStep, training_dtype
+from speculators.training.stopping import Best, stop_signals
+from speculators.training.world import World, local_device
 from speculators.verifier import Verifier
 
 logger = logging.getLogger("speculators")
 
-LOG_FILE = "log.jsonl"
-CONFIG_FILE = "training.json"
-
 Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """What only the caller knows of a run, for its settings file and its model cards.
+
+    Attributes:
+        settings: settings beside the configuration's (data, verifier ...), by their flags' names.
+        card: what is known of data and command; steps, time, seed and hardware are filled in here.
+    """
+
+    settings: Mapping[str, Any]
+    card: ModelCard
 
 
 def train(
@@ -50,13 +67,16 @@ def train(
     held_out: PackedRows | None = None,
     init_from: Speculator | str | Path | None = None,
     resume: bool = False,
+    provenance: Provenance | None = None,
     on_record: Callable[[Record], None] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Speculator:
     """Train a drafter.
 
-    Writes to `config.output`: the checkpoint, `training.json`, `log.jsonl` (one record an interval, labelled `train`, and one
-    an evaluation, labelled `teacher-forced`; vectors are by draft position) and the resumable state.
+    Fills `config.output` as `speculators.training.run_folder` describes. Records of the log are labelled `train` (one an
+    interval) or `teacher-forced` (one an evaluation); vectors are by draft position.
+
+    Where torch.distributed is initialised, every process calls this with the same arguments and its own verifier.
 
     Args:
         verifier: gives hidden states; training runs on its device.
@@ -64,25 +84,45 @@ def train(
         config: the run.
         held_out: packed rows that are only evaluated.
         init_from: a speculator or checkpoint whose weights to start from, at step 0.
-        resume: continue the run in `config.output` where it stopped; where there is none, start (from `init_from`, if given).
-        on_record: called with every record of the log.
+        resume: continue the run in `config.output` at its last checkpoint; where there is none, start (from `init_from`, if given)
+            and say so.
+        provenance: for the settings file and the model cards.
+        on_record: called with every record of the log, in the process of rank 0.
         clock: seconds from any origin.
 
     Returns:
-        The trained speculator in the verifier's dtype, ready to decode. The float32 weights are in the state file.
+        The trained speculator in the verifier's dtype, ready to decode. The float32 weights are in the last checkpoint.
 
     Raises:
         ConfigError: settings contradict each other, the verifier, or the run that is resumed.
-        DataError: there are no rows, or too many of them have hidden states that are not finite.
+        DataError: there are no rows, too many of them have hidden states that are not finite, or a checkpoint cannot be written.
         TrainingInterrupted: SIGINT or SIGTERM came; the state was saved first.
     """
+    if config.shard_verifier:
+        shard_verifier(verifier, World.current(), local_device() or verifier.device)
     device = verifier.device
     on_cuda = device.type == "cuda"
-    with torch.cuda.device(device) if on_cuda else nullcontext(), torch.random.fork_rng([device] if on_cuda else []):
-        speculator = Trainer(
-            verifier, rows, config, held_out=held_out, init_from=init_from, resume=resume, on_record=on_record, clock=clock
-        ).run()
+    folder = None if config.output is None else RunFolder(config.output)
+    try:
+        with torch.cuda.device(device) if on_cuda else nullcontext(), torch.random.fork_rng([device] if on_cuda else []):
+            trainer = Trainer(
+                *(verifier, rows, config, folder),
+                held_out=held_out,
+                init_from=init_from,
+                resume=resume,
+                provenance=provenance,
+                on_record=on_record,
+                clock=clock,
+            )
+            try:
+                speculator = trainer.run()
+            finally:
+                trainer.close()
+    finally:
+        if folder is not None:
+            folder.close()
     if on_cuda:
+        del trainer
         gc.collect()  # gigabytes of cached states must not wait for the collector's own time if something refers in a circle
     return speculator
 
@@ -100,92 +140,130 @@ class Trainer:
         verifier: Verifier,
         rows: PackedRows,
         config: TrainingConfig,
+        folder: RunFolder | None,
         *,
         held_out: PackedRows | None = None,
         init_from: Speculator | str | Path | None = None,
         resume: bool = False,
+        provenance: Provenance | None = None,
         on_record: Callable[[Record], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config, self._clock, self._on_record = config, clock, on_record
         created = clock()
-        dtype = training_dtype(config, verifier.device, verifier.dtype)
+        self._world = world = World.current()
+        self._verifier, self._held_out, self._folder = verifier, held_out, folder
+        self._dtype = dtype = training_dtype(config, verifier.device, verifier.dtype)
+        rows_per_micro_batch = config.rows_per_micro_batch(world.size)
         self._order = EpochOrder(rows.input_ids.shape[0], config.seed)
-        resuming = self._prepare_output(resume)
-        self._fingerprint = fingerprint(rows)
-        self._verifier = verifier
-        resumed = None if resuming is None else stored_config(resuming, config.method)
-        self.speculator = build_speculator(config, verifier, rows, None if resuming else init_from, resumed)
-        optimizer = DrafterOptimizer(self.speculator, config)
-        self._optimizer = optimizer
-        start = ResumePoint(0, 0.0, 0.0, essential_settings(config), self._fingerprint)
-        if resuming is not None:
-            start = load_state(resuming, self.speculator, optimizer, config, rows)
-        self.step, self._seconds_before = start.step, start.seconds
+        check_loggers(config.loggers)
+        stored = self._stored_state(folder, resume)
+        data = fingerprint(rows)
+        if stored is not None:
+            stored.check(config, data)
+        resumed = None if stored is None else stored.config(config.method)
+        speculator = build_speculator(config, verifier, rows, None if stored else init_from, resumed)
+        if stored is not None:
+            stored.load_weights(speculator)
+        self.speculator = speculator
+        parallel = parallelise(speculator, world, config.parallel, dtype)
+        optimizer = DrafterOptimizer(speculator, config, parallel.sharding)
+        if stored is not None:
+            self._point = stored.point
+        else:
+            self._point = ResumePoint(0, 0.0, 0.0, essential_settings(config), data, uuid.uuid4().hex[:8])
+        self.step, self._seconds_before = self._point.step, self._point.seconds
+        self._saved = self.step if stored is not None else -1
         total_steps = config.total_steps(self._order.num_rows)
-        self._progress = Progress(total_steps, config.time_budget_seconds, done=start.fraction, created=created, clock=clock)
-        self._open_log()
+        self._progress = Progress(total_steps, config.time_budget_seconds, done=self._point.fraction, created=created, clock=clock)
 
-        capture = Capture(verifier.device, enabled=config.cuda_graphs)
+        # Collectives inside of a captured step would have to be captured with it, and a store's reads cannot be.
+        uncaptured = parallel.sharded or config.shard_verifier or config.hidden_states is not None
+        capture = Capture(verifier.device, enabled=config.cuda_graphs and not uncaptured)
 
         def source(of: PackedRows) -> HiddenStateSource:
             return hidden_state_source(
                 verifier,
-                self.speculator.aux_hidden_state_layer_ids,
+                speculator.aux_hidden_state_layer_ids,
                 of,
-                cache_states=config.cache_states,
+                cache_states=config.cache_states and not config.shard_verifier,
                 dtype=dtype,
                 memory_fraction=config.cache_memory_fraction,
-                rows_per_forward=config.rows_per_micro_batch,
+                rows_per_forward=rows_per_micro_batch,
                 capture=capture,
+                store=config.hidden_states,
             )
 
+        self._check_disk()
+        if folder is not None and world.is_main:
+            folder.open()
         held_out_source = source(held_out) if held_out is not None else None
-        self._step = TrainingStep(self.speculator, source(rows), held_out_source, optimizer, config, dtype, capture)
-        self._has_held_out = held_out is not None
+        self._step = TrainingStep(parallel, source(rows), held_out_source, optimizer, config, dtype, capture)
+        card = provenance.card if provenance is not None else ModelCard()
+        self._state = RunState(speculator, self._step, optimizer, parallel, config, card, rows)
+        if stored is not None:
+            self._state.load(stored)
+        self._peak = peak_flops(verifier.device, config.peak_tflops)
+        self._flops = self._step.count_flops() if self._peak else 0
+        self._loggers = self._open_loggers(provenance)
+        self._profiler = StepProfiler(config.output if world.is_main else None, config.profile_steps, self.step)
+        self._bar = self._progress_bar()
         self._began = self._logged = clock()
+        self._logged_step = self.step
 
     # -- the loop --------------------------------------------------------------------------------------------
 
     def run(self) -> Speculator:
         """Train to the end of the schedule, save and return the speculator."""
-        config = self._config
-        started = self._clock()
-        if self._has_held_out:
-            self._evaluate()  # also the time to keep for the last one
-        self._progress.begin(reserve_seconds=1.2 * (self._clock() - started))
-        self._began = self._logged = self._clock()
-        with _stop_signals() as stop, self._progress_bar() as bar:
-            while not self._progress.finished(self.step):
-                self._learning_rate = config.learning_rate * learning_rate_factor(
-                    self._progress.fraction(self.step + 0.5), config.warmup, config.learning_rate_floor
-                )
+        config, progress = self._config, self._progress
+        self._begin()
+        with stop_signals() as stop:
+            while True:
+                # Every process has a clock and gets signals of its own; what they do next must be one thing.
+                now, midway = progress.fraction(self.step), progress.fraction(self.step + 0.5)
+                now, midway, number = self._world.largest(now, midway, stop.signal or 0)
+                if number:
+                    self._save()
+                    raise self._interrupted(int(number))
+                if now >= 1.0 or self._no_longer_improves():
+                    break
+                self._learning_rate = config.learning_rate * learning_rate_factor(midway, config.warmup, config.learning_rate_floor)
                 rows = self._order.rows(self.step * config.rows_per_step, config.rows_per_step)
+                self._profiler.before(self.step)
                 self._step.run(self.step, rows, self._learning_rate)
                 self.step += 1
+                self._profiler.after(self.step)
                 if _due(self.step, config.log_every):
-                    self._log(bar)
-                if self._has_held_out and _due(self.step, config.evaluate_every):
-                    self._evaluate()
-                if _due(self.step, config.save_every):
-                    self._save_state()
-                if stop.signal is not None:
-                    self._save_state()
-                    raise self._interrupted(stop.signal)
-            if self.step % config.log_every:
-                self._log(bar)
-        if self._has_held_out:
-            self._evaluate()
-        self._save_state()
-        return self._finish()
-
-    def _finish(self) -> Speculator:
-        speculator = self.speculator.eval()
-        for parameter in speculator.parameters():
-            parameter.grad = None
-        if self._config.output is not None:
-            speculator.save_pretrained(self._config.output, form=self._config.checkpoint_form)
+                    self._log()
+                improved = _due(self.step, config.evaluate_every) and self._evaluate()
+                if improved or _due(self.step, config.save_every):
+                    self._save()
+        if self.step > self._logged_step:
+            self._log()
+        self._evaluate()
+        self._save()
+        speculator = self._state.finish(self._files_of_main(), self._point)
         return speculator.to(self._verifier.dtype)
+
+    def close(self) -> None:
+        """End what was opened, also after an interruption."""
+        self._profiler.close(self.step)
+        self._bar.close()
+        for each in self._loggers:
+            each.close()
+
+    def _begin(self) -> None:
+        started = self._clock()
+        if self.step == 0:
+            self._evaluate()
+        elif self._held_out is not None and self._config.time_budget_seconds is not None:
+            self._step.evaluate()  # only to learn how long the last evaluation will take
+        self._progress.begin(reserve_seconds=1.2 * (self._clock() - started))
+        self._began = self._logged = self._clock()
+
+    def _no_longer_improves(self) -> bool:
+        patience = self._config.patience
+        return patience is not None and self._point.best.since >= patience
 
     def _interrupted(self, number: int) -> TrainingInterrupted:
         output = self._config.output
@@ -196,12 +274,13 @@ class Trainer:
 
     # -- records ---------------------------------------------------------------------------------------------
 
-    def _log(self, bar: tqdm[Any]) -> None:
+    def _log(self) -> None:
         readings = self._step.read()
         now = self._clock()
         damaged, tokens = readings.pop("damaged_rows"), readings.pop("tokens")
         assert isinstance(damaged, float) and isinstance(tokens, float)
-        speed = tokens / max(now - self._logged, 1e-9)
+        elapsed, steps = max(now - self._logged, 1e-9), self.step - self._logged_step
+        speed = tokens / elapsed
         record = {
             **_with_acceptance_length(readings),
             "learning_rate": self._learning_rate,
@@ -209,31 +288,42 @@ class Trainer:
             "tokens_per_second": speed,
             "damaged_rows": int(damaged),
         }
-        self._logged = now
+        if self._peak:
+            record["mfu"] = self._flops * steps / (elapsed * self._peak * self._world.size)
+        self._logged, self._logged_step = now, self.step
         self._record("train", record)
         self._check_damaged(int(damaged))
         total = f"/{self._progress.total_steps}" if self._progress.total_steps else ""
         length = f"acceptance length {_shown(record.get('acceptance_length'))} (train)"
-        bar.set_description_str(f"{self._config.method} step {self.step}{total}")
-        bar.set_postfix_str(f"loss {_shown(record['loss'])}, {length}, lr {self._learning_rate:.1e}, {speed:,.0f} tokens/s")
-        bar.update(self._progress.fraction(self.step) - bar.n)
+        self._bar.set_description_str(f"{self._config.method} step {self.step}{total}")
+        self._bar.set_postfix_str(f"loss {_shown(record['loss'])}, {length}, lr {self._learning_rate:.1e}, {speed:,.0f} tokens/s")
+        self._bar.update(self._progress.fraction(self.step) - self._bar.n)
 
-    def _evaluate(self) -> None:
+    def _evaluate(self) -> bool:
+        """Evaluate, unless there are no held-out rows or this was done at this very step. Returns whether it is the best so far."""
+        if self._held_out is None or self._point.evaluated == self.step:
+            return False
         readings = self._step.evaluate()
         for count in ("tokens", "damaged_rows", "empty_batches"):
             readings.pop(count)
-        self._record("teacher-forced", _with_acceptance_length(readings))
+        record = {"step": self.step, **_with_acceptance_length(readings)}
+        self._record("teacher-forced", record)
+        best = self._point.best.after(record, self._config.best_by, self._config.min_improvement)
+        # The start is not what training made: it is evaluated, and never the best.
+        self._point = replace(self._point, evaluated=self.step, best=best if self.step else Best())
+        return self.step > 0 and best.step == self.step
 
     def _record(self, kind: str, values: Record) -> None:
         record = {"kind": kind, "step": self.step, "seconds": round(self._seconds(), 3), **values}
-        if self._config.output is not None:
-            with (self._config.output / LOG_FILE).open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps(record) + "\n")
+        if not self._world.is_main:
+            return
+        for each in self._loggers:
+            each.log(record)
         if self._on_record is not None:
             self._on_record(record)
 
     def _seconds(self) -> float:
-        """Seconds of training, over all processes of the run."""
+        """Seconds of training, over all resumptions of the run."""
         return self._seconds_before + self._clock() - self._began
 
     def _check_damaged(self, damaged: int) -> None:
@@ -247,49 +337,72 @@ class Trainer:
             )
         logger.warning("skipped %d training rows whose hidden states are not finite", damaged)
 
-    # -- files -----------------------------------------------------------------------------------------------
-
-    def _prepare_output(self, resume: bool) -> Path | None:
-        """Check the output folder; return it if a state in it is to be resumed. It is created when nothing can be refused any more."""
-        output = self._config.output
+    def _open_loggers(self, provenance: Provenance | None) -> list[Logger]:
+        """Write the settings and open the log; only in the process that writes."""
+        output = self._files_of_main()
         if output is None:
-            if resume:
-                raise ConfigError("resume needs an output folder that holds the run to continue")
-            return None
-        if output.exists() and not output.is_dir():
-            raise ConfigError(f"the output {output} is a file; name a folder")
-        check_output_folder(output)
-        exists = (output / STATE_FILE).exists()
-        if exists and not resume:
-            raise ConfigError(f"{output} already holds a training run; pass resume=True (--resume) to continue it, or name another folder")
-        return output if exists else None
-
-    def _open_log(self) -> None:
-        """Write the configuration; keep of an existing log what lies before the point of the resume."""
-        output = self._config.output
-        if output is None:
-            return
-        make_folder(output)
-        (output / CONFIG_FILE).write_text(self._config.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        log = output / LOG_FILE
-        lines = log.read_text(encoding="utf-8").splitlines() if log.exists() and self.step else []
-        log.write_text("".join(f"{line}\n" for line in lines if json.loads(line)["step"] <= self.step), encoding="utf-8")
-
-    def _save_state(self) -> None:
-        output = self._config.output
-        if output is not None:
-            fraction = self._progress.fraction(self.step)
-            point = ResumePoint(self.step, fraction, self._seconds(), essential_settings(self._config), self._fingerprint)
-            save_state(output, self.speculator, self._optimizer, point)
+            return []
+        settings = {**self._config.model_dump(mode="json"), **(provenance.settings if provenance is not None else {})}
+        write_settings(output / SETTINGS_FILE, settings)
+        name = self._config.run_name or output.absolute().name
+        return open_loggers(self._config.loggers, RunFacts(output, name, self._point.run_id, settings, self.step))
 
     def _progress_bar(self) -> tqdm[Any]:
         return tqdm(
             total=1.0,
             initial=self._progress.fraction(self.step),
-            disable=not self._config.progress,
+            disable=not self._config.progress or not self._world.is_main,
             desc=self._config.method,
             bar_format="{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}, {postfix}",
         )
+
+    # -- files -----------------------------------------------------------------------------------------------
+
+    def _stored_state(self, folder: RunFolder | None, resume: bool) -> StoredState | None:
+        """Check the output folder; return the state to resume. The folder is made when nothing can be refused any more."""
+        if folder is None:
+            if resume:
+                raise ConfigError("resume needs an output folder that holds the run to continue")
+            return None
+        folder.check()
+        newest = folder.newest()
+        if newest is not None and not resume:
+            raise ConfigError(
+                f"{folder.path} already holds a training run; pass resume=True (--resume) to continue it, or name another folder"
+            )
+        if newest is None and resume:
+            logger.warning("there is no checkpoint in %s to resume: a new run starts at step 0", folder.path)
+        return StoredState.read(newest) if newest is not None else None
+
+    def _files_of_main(self) -> Path | None:
+        """The output folder, in the process that writes to it."""
+        return self._config.output if self._world.is_main else None
+
+    def _save(self) -> None:
+        """Write a checkpoint of this step, unless there is one, and point the links where they belong."""
+        folder, config = self._folder, self._config
+        if folder is None:
+            return
+        if self._saved != self.step:
+            self._point = replace(self._point, step=self.step, fraction=self._progress.fraction(self.step), seconds=self._seconds())
+            try:
+                with folder.writing(self.step) if self._world.is_main else nullcontext() as staged:
+                    self._state.write(staged, self._point)
+            except OSError as error:
+                raise DataError(
+                    f"cannot write the checkpoint of step {self.step} to {folder.path} ({error.strerror or error});"
+                    " the one before it is whole: make room and resume"
+                ) from error
+            self._saved = self.step
+        best = self._point.best
+        if self._world.is_main:
+            if best.value is not None and best.step == self.step:
+                folder.link(BEST, best.step)
+            folder.prune(config.keep_checkpoints, best.step if best.value is not None else None)
+
+    def _check_disk(self) -> None:
+        if self._files_of_main() is not None and self._folder is not None:
+            self._folder.check_space(disk_bytes(self.speculator, self._config))
 
 
 def _due(step: int, every: int | None) -> bool:
@@ -308,33 +421,3 @@ def _with_acceptance_length(readings: dict[str, Reading]) -> Record:
         if length is not None:
             record[name] = length
     return record
-
-
-@dataclass
-class _Stop:
-    signal: int | None = None
-
-
-@contextmanager
-def _stop_signals() -> Iterator[_Stop]:
-    """Turn the first SIGINT or SIGTERM into a request to stop after the current step; a second one acts at once."""
-    stop = _Stop()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop  # Python delivers signals to the main thread only
-        return
-    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def restore() -> None:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-    def request(number: int, frame: FrameType | None) -> None:
-        stop.signal = number
-        restore()
-
-    for number in previous:
-        signal.signal(number, request)
-    try:
-        yield stop
-    finally:
-        restore()

@@ -1,0 +1,169 @@
+"""The folder of a run: whole checkpoints, links to the latest and the best, and nothing of the user's ever touched.
+
+    output/
+      training.yaml          the settings
+      log.jsonl              one record a line
+      checkpoints/step-00000200/   a drafter that loads, and training_state.safetensors to resume from
+      latest -> checkpoints/step-00000200
+      best -> checkpoints/step-00000150
+      config.json, model.safetensors, README.md   the drafter, once training has ended
+
+A checkpoint is written beside its place and renamed into it, so it exists whole or not at all, whenever the process dies.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from speculators.checkpoint.storage import CARD_FILE, CONFIG_FILE, INDEX_FILE
+from speculators.errors import ConfigError, DataError
+from speculators.files import check_output_folder, make_folder
+
+STATE_FILE = "training_state.safetensors"
+CHECKPOINTS = "checkpoints"
+LATEST, BEST = "latest", "best"
+_STEP_FOLDER = re.compile(r"step-(\d{8,})")
+_WEIGHTS_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+_LOCK_FILE = ".lock"
+
+
+class RunFolder:
+    """The files of one run. Only the process of rank 0 writes.
+
+    Args:
+        path: the output folder; made by `open`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock: IO[str] | None = None
+
+    def check(self) -> None:
+        """Refuse a folder that cannot be used, before anything is done for it.
+
+        Raises:
+            ConfigError: a file lies where the folder, or where one of the links, would.
+            DataError: it cannot be written to.
+        """
+        if self.path.exists() and not self.path.is_dir():
+            raise ConfigError(f"the output {self.path} is a file; name a folder")
+        check_output_folder(self.path)
+        for name in (LATEST, BEST):
+            link = self.path / name
+            if link.exists() and not link.is_symlink():
+                raise ConfigError(f"{link} is not a link that training made; move it away or name another output folder")
+
+    def check_space(self, needed: int) -> None:
+        """Refuse a disk that is too small, before any work is done for it.
+
+        Raises:
+            DataError: less than `needed` bytes are free.
+        """
+        nearest = next(part for part in (self.path.absolute(), *self.path.absolute().parents) if part.exists())
+        free = shutil.disk_usage(nearest).free
+        if free < needed:
+            raise DataError(
+                f"the checkpoints of this run need {needed / 1e9:.1f} GB, and {self.path} has {free / 1e9:.1f} GB free;"
+                " make room, name another folder, or lower keep_checkpoints"
+            )
+
+    def open(self) -> None:
+        """Make the folder, keep other processes from training in it, and clear what a killed process left half-written.
+
+        Raises:
+            ConfigError: another process is training in it.
+        """
+        make_folder(self.path / CHECKPOINTS)
+        self._lock = (self.path / _LOCK_FILE).open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"another process is training in {self.path}; wait for it or name another output folder") from None
+        except OSError:
+            pass  # a file system without locks
+        half_written = [
+            *(self.path / CHECKPOINTS).glob(".*step-*.partial"),
+            *self.path.absolute().parent.glob(f".{self.path.name}.*.partial"),
+        ]
+        for folder in half_written:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def close(self) -> None:
+        """Let other processes in."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    # -- checkpoints -----------------------------------------------------------------------------------------
+
+    def checkpoint(self, step: int) -> Path:
+        """Where the checkpoint of a step lies or would lie."""
+        return self.path / CHECKPOINTS / f"step-{step:08d}"
+
+    def steps(self) -> list[int]:
+        """Steps that have a checkpoint, ascending."""
+        matches = (_STEP_FOLDER.fullmatch(folder.parent.name) for folder in (self.path / CHECKPOINTS).glob(f"step-*/{STATE_FILE}"))
+        return sorted(int(match[1]) for match in matches if match)
+
+    def newest(self) -> Path | None:
+        """The last checkpoint. Found by its step: a process may die between writing it and moving the link."""
+        steps = self.steps()
+        return self.checkpoint(steps[-1]) if steps else None
+
+    @contextmanager
+    def writing(self, step: int) -> Iterator[Path]:
+        """Yield an empty folder; when the block ends well, it is durable and is the checkpoint of the step, and the latest.
+
+        When the block raises, nothing has changed.
+        """
+        place = self.checkpoint(step)
+        staged = place.with_name(f".{place.name}.partial")
+        staged.mkdir()
+        try:
+            yield staged
+            for file in (*staged.iterdir(), staged):
+                _flush(file)
+            staged.rename(place)
+        except BaseException:
+            shutil.rmtree(staged, ignore_errors=True)
+            raise
+        _flush(place.parent)
+        self.link(LATEST, step)
+
+    def link(self, name: str, step: int) -> None:
+        """Point `latest` or `best` at the checkpoint of a step; a reader finds the old one or the new one."""
+        fresh = self.path / f".{name}.link"
+        fresh.unlink(missing_ok=True)
+        fresh.symlink_to(self.checkpoint(step).relative_to(self.path))
+        fresh.replace(self.path / name)
+
+    def prune(self, keep: int, best: int | None) -> None:
+        """Remove all checkpoints but the last `keep` and the best: only files that a checkpoint is made of, and emptied folders."""
+        for step in self.steps()[:-keep]:
+            if step != best:
+                _remove_checkpoint(self.checkpoint(step))
+
+
+def _remove_checkpoint(folder: Path) -> None:
+    (folder / STATE_FILE).unlink(missing_ok=True)  # first: without it the folder is no checkpoint any more
+    for file in list(folder.iterdir()):
+        if file.name in (CONFIG_FILE, CARD_FILE, INDEX_FILE) or _WEIGHTS_FILE.fullmatch(file.name):
+            file.unlink()
+    if not any(folder.iterdir()):
+        folder.rmdir()
+
+
+def _flush(path: Path) -> None:
+    """Make a file, or the entries of a folder, durable."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,153 @@
+"""`speculators train` as a user runs it: settings files, dry runs, what a run leaves behind, torchrun's environment."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from chat_tokenizer import chat_tokenizer
+from safetensors import safe_open
+from tiny_models import tiny_model
+from typer.testing import CliRunner, Result
+
+from speculators.cli.main import app
+from speculators.data.rows import Conversation
+from speculators.data.storage import save_conversations
+from speculators.training.config import TrainingConfig
+from speculators.training.run_folder import STATE_FILE
+from speculators.training.settings import SETTINGS_FILE
+
+VOCAB_SIZE = len(chat_tokenizer())
+OPTIONS = {"num_layers": 1, "num_draft_tokens": 3, "aux_hidden_state_layer_ids": [1, 2], "mask_token_id": 3}
+
+
+@pytest.fixture(scope="module")
+def verifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("verifier") / "tiny"
+    tiny_model("llama", vocab_size=VOCAB_SIZE).save_pretrained(folder)
+    chat_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(verifier: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(0, VOCAB_SIZE, (40, 20), generator=generator).tolist()
+    conversations = [Conversation(tokens, [place >= 4 for place in range(20)]) for tokens in drawn]
+    folder = tmp_path_factory.mktemp("data") / "replies"
+    save_conversations(folder, conversations, {"verifier": str(verifier)}, vocab_size=VOCAB_SIZE)
+    return folder
+
+
+def settings_file(folder: Path, verifier: Path, data: Path, **changes: Any) -> Path:
+    settings: dict[str, Any] = {
+        "method": "dflash",
+        "options": OPTIONS,
+        "verifier": str(verifier),
+        "data": str(data),
+        "dtype": "float32",
+        "device": "cpu",
+        "steps": 2,
+        "rows-per-step": 2,  # dashes, as on the command line
+        "row_length": 64,
+        "held_out": 0.2,
+        "progress": False,
+        **changes,
+    }
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump({name: value for name, value in settings.items() if value is not None}))
+    return path
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["train", *map(str, arguments)], env={"COLUMNS": "200"})
+
+
+def refused(*arguments: object) -> str:
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    sentence = result.stderr.strip().splitlines()[-1]  # behind what transformers says while it loads
+    assert sentence.startswith("error: ")
+    return sentence
+
+
+def weights_of(run_folder: Path) -> dict[str, torch.Tensor]:
+    with safe_open(run_folder / "latest" / STATE_FILE, framework="pt") as stream:
+        return {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118
+
+
+def test_options_override_the_settings_file_and_the_resolved_one_repeats_the_run(verifier: Path, data: Path, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    path = settings_file(tmp_path, verifier, data, learning_rate=5e-4)
+    result = run("--config", path, "--output", first, "--steps", 3, "--option", "num_draft_tokens=2")
+    assert result.exit_code == 0, result.output
+    resolved = yaml.safe_load((first / SETTINGS_FILE).read_text())
+    assert resolved["steps"] == 3 and resolved["learning_rate"] == 5e-4 and resolved["rows_per_step"] == 2
+    assert resolved["options"] == {**OPTIONS, "num_draft_tokens": 2}  # key by key
+    assert set(TrainingConfig.model_fields) | {"data", "verifier", "held_out", "init_from", "dtype", "device"} == set(resolved)
+
+    assert run("--config", first / SETTINGS_FILE, "--output", second).exit_code == 0
+    assert all(torch.equal(value, weights_of(second)[name]) for name, value in weights_of(first).items())
+
+
+def test_a_trained_drafter_says_where_it_comes_from(verifier: Path, data: Path, tmp_path: Path) -> None:
+    assert run("--config", settings_file(tmp_path, verifier, data), "--output", tmp_path / "run").exit_code == 0
+    for card in (tmp_path / "run" / "README.md", tmp_path / "run" / "latest" / "README.md"):
+        text = card.read_text()
+        assert "conversations of replies, replies by" in text and "| steps | 2 |" in text and "| seed | 0 |" in text
+        assert "| reply tokens |" in text and "| hardware | CPU |" in text and "speculators " in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "arguments", "words"),
+    [
+        ({"learning_rates": 1e-3}, (), ("no setting 'learning_rates'", "learning_rate,")),
+        ({"options": "num_layers=1"}, (), ("options = 'num_layers=1'", "mapping")),
+        ({"method": None}, (), ("missing --method", "as method in the file of --config")),
+        ({"steps": "many"}, (), ("steps = 'many'",)),
+        ({}, ("--loggers", "papyrus"), ("loggers", "papyrus", "tensorboard")),
+    ],
+)
+def test_a_settings_file_that_cannot_be_used_is_one_sentence(
+    verifier: Path, data: Path, tmp_path: Path, changes: dict[str, Any], arguments: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    path = settings_file(tmp_path, verifier, data, **changes)
+    sentence = refused("--config", path, "--output", tmp_path / "run", *arguments)
+    assert all(word in sentence for word in words), sentence
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_missing_or_broken_settings_file_is_one_sentence(tmp_path: Path) -> None:
+    assert "cannot read the settings" in refused("--config", tmp_path / "none.yaml")
+    (tmp_path / "broken.yaml").write_text("steps: [1,")
+    assert "no valid YAML" in refused("--config", tmp_path / "broken.yaml")
+    (tmp_path / "list.yaml").write_text("- steps")
+    assert "must be a mapping" in refused("--config", tmp_path / "list.yaml")
+
+
+def test_a_dry_run_says_what_the_run_needs_and_leaves_nothing(verifier: Path, data: Path, tmp_path: Path) -> None:
+    path = settings_file(tmp_path, verifier, data, ema_decay=0.9)
+    result = run("--config", path, "--output", tmp_path / "run", "--dry-run", "--json", tmp_path / "needs.json")
+    assert result.exit_code == 0, result.output
+    assert "2 steps" in result.output and "GiB" in result.output and "GB are free" in result.output
+    assert not (tmp_path / "run").exists()
+    needs = json.loads((tmp_path / "needs.json").read_text())
+    # float32: 4 bytes a weight, 4 its gradient, 8 AdamW's moments, 4 the average.
+    assert needs["memory"]["gradients"] == needs["memory"]["average of weights"] == 4 * needs["trainable"]
+    assert needs["memory"]["optimizer state"] == 8 * needs["trainable"]
+
+    # What was promised for the disk holds.
+    assert run("--config", path, "--output", tmp_path / "run").exit_code == 0
+    used = sum(file.stat().st_size for file in (tmp_path / "run" / "checkpoints").rglob("*.safetensors"))
+    assert 0.5 * needs["disk"] / 3 < used < needs["disk"]
+
+
+def test_resuming_what_never_began_starts_and_says_so(verifier: Path, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = settings_file(tmp_path, verifier, data)
+    assert run("--config", path, "--output", tmp_path / "run", "--resume").exit_code == 0
+    assert f"there is no checkpoint in {tmp_path / 'run'} to resume: a new run starts at step 0" in caplog.text
+    assert "already holds a training run; pass resume=True (--resume)" in refused("--config", path, "--output", tmp_path / "run")
