@@ -287,8 +287,12 @@ class InputFusion(Speculator):
     # -- decoding --------------------------------------------------------------------------------------------
 
     def new_state(self, rows: int, max_length: int, device: torch.device, dtype: torch.dtype) -> InputFusionState:
-        """Preallocated keys and values of every layer."""
-        return InputFusionState(DraftState.allocate(self.config.layers, rows, max_length, device, dtype))
+        """Preallocated keys and values of every layer, and what fills MASK slots."""
+        state = InputFusionState(DraftState.allocate(self.config.layers, rows, max_length, device, dtype))
+        state.mask_token_id = getattr(self.config, "mask_token_id", None)
+        if state.mask_token_id is not None:
+            state.placeholder = self.masked_inputs()[0]
+        return state
 
     def observe(self, state: InputFusionState, observation: Observation) -> None:
         """Keep the new pairs for the next pass, which runs them and drafts at once."""

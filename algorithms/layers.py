@@ -255,7 +255,12 @@ class DraftState:
         self.values[layer][self._rows, slots] = value.to(self.values[layer].dtype)
 
     def context(self, layer: int, ahead: int = 0) -> tuple[Tensor, Tensor]:
-        """Keys and values of one layer up to `ahead` slots past the longest row: [rows, slots, heads, head_dim]."""
+        """Keys and values of one layer up to `ahead` slots past the longest row: [rows, slots, heads, head_dim].
+
+        On CUDA all slots: the kernel reads no further than a row's length, and a graph needs one shape.
+        """
+        if self.lengths.is_cuda:
+            return self.keys[layer], self.values[layer]
         used = min(max(1, self.longest + ahead), self.keys[layer].shape[1])
         return self.keys[layer][:, :used], self.values[layer][:, :used]
 

@@ -98,6 +98,9 @@ class Speculator(nn.Module, ABC):
         self._verifier: list[VerifierWeights] = []  # in a list, so that nn.Module registers nothing of it
         # Copies of the verifier's embedding and head that a checkpoint brought along; `attach` compares and drops them.
         self.unchecked_shared_tensors: dict[str, Tensor] = {}
+        # The head's kept rows, with the head and the mapping they are of; drafting reads them every round.
+        self._kept_head: tuple[Tensor, Tensor, Tensor] | None = None
+        self.register_load_state_dict_post_hook(lambda module, _: setattr(module, "_kept_head", None))
         if config.draft_vocab_size != config.vocab_size:
             self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
@@ -214,7 +217,13 @@ class Speculator(nn.Module, ABC):
     def head_weight(self) -> Tensor:
         """[draft vocabulary, hidden]: the verifier's head, its kept rows where the draft vocabulary is reduced."""
         head = self.verifier.head
-        return head[self.draft_token_ids()] if self.has_reduced_vocabulary else head
+        if not self.has_reduced_vocabulary:
+            return head
+        d2t = self.get_buffer("d2t")
+        if self._kept_head is None or self._kept_head[0] is not head or self._kept_head[1] is not d2t:
+            with torch.inference_mode(False), torch.no_grad():  # it may serve training after it served decoding
+                self._kept_head = (head, d2t, head[self.draft_token_ids()])
+        return self._kept_head[2]
 
     @property
     def has_reduced_vocabulary(self) -> bool:
@@ -232,7 +241,8 @@ class Speculator(nn.Module, ABC):
         if ids.numel() != self.config.draft_vocab_size or ids.unique().numel() != ids.numel():
             raise PairingError(f"the draft vocabulary needs {self.config.draft_vocab_size} different ids, got {verifier_ids.numel()}")
         self.get_buffer("t2d").zero_()[ids] = True
-        self.get_buffer("d2t").copy_(ids - torch.arange(ids.numel()))
+        self.get_buffer("d2t").copy_(ids - torch.arange(ids.numel(), device=ids.device))
+        self._kept_head = None
 
     def to_verifier_vocabulary(self, logits: Tensor) -> Tensor:
         """[..., draft vocabulary] -> [..., vocabulary], -inf where the drafter cannot propose a token."""
@@ -250,7 +260,8 @@ class Speculator(nn.Module, ABC):
             bias = bias[self.draft_token_ids()]
         # Two dimensions: of a view that skips slots, torch would make a batched product, for which it copies the whole head.
         rows = hidden.to(verifier.head.dtype).reshape(-1, hidden.shape[-1])
-        logits = nn.functional.linear(rows, self.head_weight(), bias).unflatten(0, hidden.shape[:-1]) * verifier.logit_scale
+        logits = nn.functional.linear(rows, self.head_weight(), bias).unflatten(0, hidden.shape[:-1])
+        logits = logits if verifier.logit_scale == 1.0 else logits * verifier.logit_scale
         cap = verifier.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 

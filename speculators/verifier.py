@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +84,7 @@ class Verifier:
         self._logit_divisor = _factor(config, "logits_scaling")
         self._logit_softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self.weights = self._read_weights(name)
+        self.prepared_batches: OrderedDict[Hashable, Any] = OrderedDict()  # of the engine; see `decoding.graph.reusable`
         self._check_against_model()
 
     @classmethod

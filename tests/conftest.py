@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 # Set before torch starts its thread pool: tiny models run slower on many threads, and workers share the cores.
@@ -18,6 +19,17 @@ if not torch.cuda.is_available():
 
 from speculators.data.default_verifier import load_default_verifier
 from speculators.verifier import Verifier
+
+
+def pytest_collection_finish() -> None:
+    """All modules are imported: exempt them from garbage collection, which otherwise walks them through every long test."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Give them back, so that libraries find their objects when they shut down."""
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

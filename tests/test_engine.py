@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -139,9 +140,9 @@ def test_cache_and_observations_advance_by_the_anchor_and_the_accepted_drafts(mo
     cache_lengths: list[int] = []
     forward = Verifier.forward
 
-    def spy(self: Verifier, input_ids: Tensor, cache: KeyValueCache, taps: tuple[int, ...] = ()) -> VerifierOutput:
+    def spy(self: Verifier, input_ids: Tensor, cache: KeyValueCache, taps: tuple[int, ...] = (), **options: Any) -> VerifierOutput:
         cache_lengths.append(int(cache.lengths))
-        return forward(self, input_ids, cache, taps)
+        return forward(self, input_ids, cache, taps, **options)
 
     monkeypatch.setattr(Verifier, "forward", spy)
     drafter = oracle([2, 0, 0], PROMPTS[:1])
@@ -227,9 +228,9 @@ def test_rounds_draft_and_verify_no_more_than_the_schedule_says(monkeypatch: pyt
     drafted: list[int] = []
     forward = Verifier.forward
 
-    def spy(self: Verifier, input_ids: Tensor, cache: KeyValueCache, taps: tuple[int, ...] = ()) -> VerifierOutput:
+    def spy(self: Verifier, input_ids: Tensor, cache: KeyValueCache, taps: tuple[int, ...] = (), **options: Any) -> VerifierOutput:
         widths.append(input_ids.shape[1])
-        return forward(self, input_ids, cache, taps)
+        return forward(self, input_ids, cache, taps, **options)
 
     class Asked(SequentialTable):
         def propose(self, state: ToyState, anchor: Tensor, sampler: DraftSampler, num_draft_tokens: int) -> Proposal:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -155,11 +156,14 @@ def exact_joint(sampler: str) -> Tensor:
     return torch.stack(joints)
 
 
-def p_value_of_tokens_2_to_4(sampler: str, drafter: Drafter | None, draws: int = DRAWS) -> float:
-    """Chi-square test of the joint of reply tokens 2 to 4, summed over the prompts, from `draws` rows of the full engine."""
+def p_value_of_tokens_2_to_4(sampler: str, drafter: Drafter | None, draws: int = DRAWS, **options: Any) -> float:
+    """Chi-square test of the joint of reply tokens 2 to 4, summed over the prompts, from `draws` rows of the full engine.
+
+    `options`: of `SamplingParams`, which must not change the distribution.
+    """
     counts = torch.zeros(len(SMALL_PROMPTS), SMALL_VOCABULARY**3, dtype=torch.int64)
     for seed in range(draws // ROWS):
-        params = SamplingParams(**SAMPLERS[sampler], max_new_tokens=5, ignore_eos=True, seed=seed)
+        params = SamplingParams(**SAMPLERS[sampler], max_new_tokens=5, ignore_eos=True, seed=seed, **options)
         prompts = SMALL_PROMPTS * (ROWS // len(SMALL_PROMPTS))
         replies = torch.tensor(generate(small_verifier(), drafter, prompts, params, num_draft_tokens=3).token_ids)
         cells = (replies[:, 1] * SMALL_VOCABULARY + replies[:, 2]) * SMALL_VOCABULARY + replies[:, 3]
@@ -177,6 +181,22 @@ def test_sampled_replies_follow_the_verifier(sampler: str, drafter: Drafter) -> 
 
 def test_sampled_replies_follow_the_verifier_with_deterministic_drafts_of_ragged_lengths() -> None:
     assert p_value_of_tokens_2_to_4(TOP_P, RandomTokens(SMALL_VOCABULARY)) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "drafter", [SequentialTable(SMALL_VOCABULARY), RandomTokens(SMALL_VOCABULARY)], ids=["sampled", "point-mass, ragged"]
+)
+def test_block_verification_keeps_replies_distributed_as_the_verifier(drafter: Drafter) -> None:
+    assert p_value_of_tokens_2_to_4(TEMPERATURE, drafter, 50_000, verification="block") > 1e-3
+
+
+def test_block_verification_accepts_more_drafts_than_standard_verification() -> None:
+    accepted = {}
+    for verification in ("standard", "block"):
+        sampling = SamplingParams(temperature=1.0, max_new_tokens=5, ignore_eos=True, verification=verification)  # type: ignore[arg-type]
+        rounds = generate(small_verifier(), SequentialTable(SMALL_VOCABULARY), SMALL_PROMPTS * 1000, sampling, num_draft_tokens=3).rounds
+        accepted[verification] = sum(row[0].accepted for row in rounds)
+    assert accepted["block"] > 1.01 * accepted["standard"]
 
 
 # The same test must notice a wrong engine. Each fault replaces one pure function.

@@ -18,13 +18,14 @@ from torch import Tensor
 
 from speculators.decoding.arguments import AUTO, check_draft_tokens, check_prompts, choose_schedule
 from speculators.decoding.calibration import calibration_for
-from speculators.decoding.length_schedules import LengthSchedule
+from speculators.decoding.graph import LENGTH_MULTIPLE, GraphedRounds, StaticState, reusable
+from speculators.decoding.length_schedules import FixedLength, LengthSchedule
 from speculators.decoding.proposal import Drafter, Observation, Proposal
-from speculators.decoding.randomness import Purpose, uniform
-from speculators.decoding.rejection import Acceptance, accept_greedy, accept_sampled
+from speculators.decoding.rejection import Acceptance, accept_greedy
 from speculators.decoding.sampling import MAX_ELEMENTS, RoundSampler, SamplingParams, penalised, probabilities
 from speculators.decoding.statistics import Round
 from speculators.errors import ConfigError
+from speculators.kernels.rejection_sampling import Distributions, greedy_verification, rejection_sampling
 from speculators.verifier import Verifier
 
 __all__ = ["AUTO", "Generation", "Round", "generate"]
@@ -97,7 +98,7 @@ def generate(
     draft_tokens = check_draft_tokens(drafter, num_draft_tokens)
     chosen = choose_schedule(verifier, drafter, sampling, len(prompts), num_draft_tokens, confidence_threshold, schedule)
     started = time.perf_counter()
-    batch = Batch(verifier, drafter, prompts, sampling, draft_tokens, chosen)
+    batch = prepare(verifier, drafter, prompts, sampling, draft_tokens, chosen)
     replies = _Replies(len(prompts), on_tokens)
     replies.add(batch.prefill(prompts), prefill=True)
     decoding_started = _now(verifier.device)
@@ -105,7 +106,7 @@ def generate(
     while replies.active:
         # The anchor is a token of the reply, but not yet in the cache.
         batch.longest = max(len(prompt) + len(reply) - 1 for prompt, reply in zip(prompts, replies.token_ids, strict=True))
-        chosen.record(replies.add(batch.round()))
+        chosen.record(replies.add(batch.next_round()))
         forwards += 1
     return Generation(
         token_ids=replies.token_ids,
@@ -157,14 +158,16 @@ class Batch:
         sampling: SamplingParams,
         draft_tokens: int,
         schedule: LengthSchedule,
+        max_length: int | None = None,
     ) -> None:
         self.verifier, self.drafter, self.sampling = verifier, drafter, sampling
         self.draft_tokens, self.schedule = draft_tokens, schedule
         self.calibration = None if drafter is None else calibration_for(drafter, sampling.temperature)
         self.longest = 0
+        self.graphs: GraphedRounds | None = None
+        self._static_length: int | None = None
         device, rows = verifier.device, len(prompts)
-        # The last round may start one token before the budget's end and still runs a whole block.
-        max_length = max(map(len, prompts)) + sampling.max_new_tokens + draft_tokens + 1
+        max_length = longest_row(prompts, sampling, draft_tokens) if max_length is None else max_length
         self.cache = verifier.new_cache(rows, max_length)
         self.taps = tuple(drafter.aux_hidden_state_layer_ids) if drafter is not None else ()
         self.draft_state = drafter.new_state(rows, max_length, device, verifier.dtype) if drafter is not None else None
@@ -207,6 +210,30 @@ class Batch:
             self._observe(token_ids[:, piece], following[:, piece], output.hidden_states, start, counts)
         return self._commit(self.anchor[:, None], torch.zeros_like(self.anchor), torch.zeros_like(self.anchor))
 
+    # -- rounds over static buffers --------------------------------------------------------------------------
+
+    def use_static_buffers(self, *, capture: bool) -> None:
+        """Run `next_round` over static buffers from now on, on CUDA as graphs (`capture`); before anything has run."""
+        names = ("anchor", "emitted", "finished", "round_index", "seen", "draft_state")
+        self.state = StaticState([(self, names), (self.cache, ("lengths",))])
+        self.graphs = GraphedRounds(self.state, self._static_round, self.cache.max_length, capture=capture)
+
+    def next_round(self) -> RoundResult:
+        """A round, as a graph where the batch uses them. Its tensors hold until the next one."""
+        if self.graphs is None:
+            return self.round()
+        drafts = 0 if self.drafter is None else self.schedule.draft_tokens(self.draft_tokens)
+        result: RoundResult = self.graphs.round(drafts, self.longest + drafts + 1)
+        return result
+
+    def _static_round(self, length: int) -> RoundResult:
+        """A round whose attention reads `length` positions, which the caller knows to be enough."""
+        self._static_length = length
+        try:
+            return self.round()
+        finally:
+            self._static_length = None
+
     # -- one round, in the order it happens ------------------------------------------------------------------
 
     def round(self) -> RoundResult:
@@ -216,7 +243,7 @@ class Batch:
     def verify(self, drafts: Drafts) -> RoundResult:
         """The half of a round after drafting: verify, accept, observe."""
         block = torch.cat([self.anchor[:, None], drafts.token_ids], dim=1)
-        output = self.verifier.forward(block, self.cache, self.taps)
+        output = self.verifier.forward(block, self.cache, self.taps, static_length=self._static_length)
         acceptance = self._accept(output.last_hidden_state, drafts)
 
         next_token = acceptance.next_token[:, None]
@@ -279,16 +306,30 @@ class Batch:
             token_ids, lengths = drafts.token_ids[part], drafts.lengths[part]
             logits = self.verifier.logits(last_hidden_state[part])
             seen = None if self.seen is None else _seen_in_block(self.seen[part], token_ids)
-            if self.sampling.greedy:
+            if self.sampling.greedy and seen is None:
+                parts.append(greedy_verification(token_ids, lengths, logits))
+            elif self.sampling.greedy:
                 parts.append(accept_greedy(token_ids, lengths, penalised(logits, self.sampling, seen).argmax(-1)))
-                continue
-            p = probabilities(logits, self.sampling, seen)
-            q = None if drafts.probabilities is None else drafts.probabilities[part]
-            rows, seed = self.rows[part], self.sampling.seed
-            slots = torch.arange(width, device=rows.device)
-            accept_uniforms = uniform(seed, Purpose.ACCEPT, rows[:, None], self.round_index, slots)
-            correct_uniforms = uniform(seed, Purpose.CORRECT, rows, self.round_index, torch.zeros_like(rows))
-            parts.append(accept_sampled(token_ids, lengths, q, p, accept_uniforms, correct_uniforms))
+            else:
+                # Kernels take plain logits as they are; what else shapes a distribution, the pipeline applies.
+                from_logits = logits.is_cuda and self.sampling.only_temperature
+                target = (
+                    Distributions(logits, self.sampling.temperature)
+                    if from_logits
+                    else Distributions(probabilities(logits, self.sampling, seen))
+                )
+                parts.append(
+                    rejection_sampling(
+                        token_ids,
+                        lengths,
+                        target,
+                        None if drafts.probabilities is None else Distributions(drafts.probabilities[part]),
+                        seed=self.sampling.seed,
+                        rows=self.rows[part],
+                        round_index=self.round_index,
+                        verification=self.sampling.verification,
+                    )
+                )
         return Acceptance(torch.cat([part.accepted for part in parts]), torch.cat([part.next_token for part in parts]))
 
     def _commit(self, tokens: Tensor, proposed: Tensor, accepted: Tensor) -> RoundResult:
@@ -360,6 +401,38 @@ class _Replies:
             if self._on_tokens is not None:
                 self._on_tokens(row, tokens[:emitted])
         return added
+
+
+def prepare(
+    verifier: Verifier,
+    drafter: Drafter | None,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingParams,
+    draft_tokens: int,
+    schedule: LengthSchedule,
+) -> Batch:
+    """A batch for the prompts. On CUDA one whose rounds are graphs, and which calls of the same shapes use again.
+
+    A schedule that reads confidences on the host, or learns, runs eagerly.
+    """
+    if verifier.device.type != "cuda" or type(schedule) is not FixedLength:
+        return Batch(verifier, drafter, prompts, sampling, draft_tokens, schedule)
+    max_length = -(-longest_row(prompts, sampling, draft_tokens) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
+
+    def make() -> Batch:
+        batch = Batch(verifier, drafter, prompts, sampling, draft_tokens, schedule, max_length)
+        batch.use_static_buffers(capture=True)
+        return batch
+
+    key = (id(drafter), len(prompts), max_length, sampling, draft_tokens)
+    batch = reusable(verifier.prepared_batches, key, make)
+    batch.state.reset()
+    return batch
+
+
+def longest_row(prompts: Sequence[Sequence[int]], sampling: SamplingParams, draft_tokens: int) -> int:
+    """Positions a row may need: the last round may start one token before the budget's end and still runs a whole block."""
+    return max(map(len, prompts)) + sampling.max_new_tokens + draft_tokens + 1
 
 
 def _seen_in_block(seen: Tensor, token_ids: Tensor) -> Tensor:

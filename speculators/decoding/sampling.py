@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -32,6 +33,8 @@ class SamplingParams:
         max_new_tokens: budget of a reply, stop token included.
         stop_token_ids: tokens that end a reply (kept as its last token); None: those of the verifier.
         ignore_eos: no token ends a reply, whatever `stop_token_ids` says.
+        verification: how sampled drafts are accepted: "standard" token by token, "block" as a whole, which keeps the same
+            distribution and accepts at least as many (see `rejection`).
 
     Raises:
         ConfigError: a value is outside its range.
@@ -46,6 +49,7 @@ class SamplingParams:
     max_new_tokens: int = 128
     stop_token_ids: tuple[int, ...] | None = None
     ignore_eos: bool = False
+    verification: Literal["standard", "block"] = "standard"
 
     def __post_init__(self) -> None:
         rules = (
@@ -55,6 +59,7 @@ class SamplingParams:
             ("min_p", 0 <= self.min_p <= 1, "between 0 and 1 (0 keeps every token)"),
             ("repetition_penalty", self.repetition_penalty > 0, "above 0 (1 is off)"),
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
+            ("verification", self.verification in ("standard", "block"), "'standard' or 'block'"),
         )
         for name, holds, rule in rules:
             if not holds:
@@ -64,6 +69,11 @@ class SamplingParams:
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature == 0
+
+    @property
+    def only_temperature(self) -> bool:
+        """Whether nothing but the temperature shapes the distributions."""
+        return not self.top_k and self.top_p == 1 and not self.min_p and self.repetition_penalty == 1
 
 
 def penalised(logits: Tensor, params: SamplingParams, seen: Tensor | None) -> Tensor:

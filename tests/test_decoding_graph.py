@@ -1,0 +1,128 @@
+"""Rounds over static buffers: the tokens of eager rounds, with buffers that stay where they are; on a GPU as CUDA graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_verifier
+from toy_drafters import SequentialTable
+
+from speculators.decoding.engine import Batch, generate
+from speculators.decoding.graph import StaticState
+from speculators.decoding.length_schedules import FixedLength
+from speculators.decoding.prompt_lookup import PromptLookup
+from speculators.decoding.proposal import Drafter
+from speculators.decoding.sampling import SamplingParams
+from speculators.registry import get_algorithm
+from speculators.verifier import Verifier
+
+PROMPTS = [[11, 12, 13, 14, 15], [4, 5], [9, 8, 7, 6, 5, 4, 3, 2, 1, 9, 8]]
+OTHER_PROMPTS = [[1, 2, 3], [50, 40, 30, 20], [6]]
+METHODS = ["eagle3", "peagle", "dflash", "dspark"]
+
+
+@pytest.fixture(scope="module")
+def verifier() -> Verifier:
+    return tiny_verifier("llama", layers=2)
+
+
+def drafter_of(name: str, verifier: Verifier) -> Drafter | None:
+    if name == "plain":
+        return None
+    if name == "prompt lookup":
+        return PromptLookup(default_draft_tokens=3)
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"num_layers": 1, "num_draft_tokens": 3, "aux_hidden_state_layer_ids": [1, 2], "mask_token_id": 3}
+    speculator = get_algorithm(name).speculator_class.from_verifier(verifier.weights, **options).to(verifier.device)
+    return speculator.eval()
+
+
+@torch.inference_mode()
+def static_replies(batch: Batch, prompts: list[list[int]]) -> list[list[int]]:
+    """Replies through `next_round`, counted here and not by the engine."""
+    batch.state.reset()
+    replies: list[list[int]] = [[] for _ in prompts]
+    result = batch.prefill(prompts)
+    while True:
+        for reply, tokens, emitted in zip(replies, result.tokens.tolist(), result.emitted.tolist(), strict=True):
+            reply += tokens[:emitted]
+        if bool(result.finished.all()):
+            return replies
+        batch.longest = max(len(prompt) + len(reply) - 1 for prompt, reply in zip(prompts, replies, strict=True))
+        result = batch.next_round()
+
+
+@pytest.mark.parametrize("name", ["plain", "prompt lookup", *METHODS])
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(max_new_tokens=12), SamplingParams(temperature=1.0, max_new_tokens=12, seed=4)], ids=["greedy", "sampled"]
+)
+def test_rounds_over_static_buffers_give_the_tokens_of_eager_rounds_also_when_used_again(
+    name: str, sampling: SamplingParams, verifier: Verifier
+) -> None:
+    drafter = drafter_of(name, verifier)
+    draft_tokens = 0 if drafter is None else 3
+    with torch.inference_mode():
+        batch = Batch(verifier, drafter, PROMPTS, sampling, draft_tokens, FixedLength(), max_length=64)
+        batch.use_static_buffers(capture=False)
+    for prompts in (PROMPTS, OTHER_PROMPTS, PROMPTS):
+        expected = generate(verifier, drafter, prompts, sampling, num_draft_tokens=draft_tokens or None).token_ids
+        assert static_replies(batch, prompts) == expected
+
+
+@torch.inference_mode()
+def test_every_tensor_a_round_reads_stays_where_it_was(verifier: Verifier) -> None:
+    batch = Batch(verifier, drafter_of("peagle", verifier), PROMPTS, SamplingParams(max_new_tokens=12), 3, FixedLength(), max_length=64)
+    batch.use_static_buffers(capture=False)
+    batch.prefill(PROMPTS)
+    addresses = []
+    for longest in (11, 15, 19):
+        batch.longest = longest
+        batch.next_round()
+        pending = batch.draft_state.pending
+        tensors = [batch.anchor, batch.emitted, batch.finished, batch.round_index, batch.cache.lengths, batch.draft_state.cache.lengths]
+        addresses.append([t.data_ptr() for t in (*tensors, pending.hidden_states, pending.token_ids, pending.start, pending.counts)])
+    assert addresses[0] == addresses[1] == addresses[2]
+    assert len(set(addresses[0])) == len(addresses[0]), "no two of them share memory"
+
+
+def test_a_new_value_that_is_another_attributes_buffer_is_read_before_it_is_overwritten() -> None:
+    class Holder:
+        lengths = torch.tensor([3])
+        start = torch.tensor([0])
+
+    holder = Holder()
+    state = StaticState([(holder, ("lengths", "start"))])
+    state.settle()
+    for _ in range(2):  # as in a round: the observation starts at the old lengths
+        holder.start, holder.lengths = holder.lengths, holder.lengths + 4
+        state.settle()
+    assert (holder.lengths.item(), holder.start.item()) == (11, 7)
+    state.reset()
+    assert (holder.lengths.item(), holder.start.item()) == (3, 0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize("name", ["plain", "prompt lookup", *METHODS])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_graphs_give_the_tokens_of_eager_rounds(name: str, temperature: float) -> None:
+    verifier = tiny_verifier("llama", layers=2)
+    verifier = Verifier(verifier.model.cuda(), name_or_path="tiny-llama")
+    drafter = drafter_of(name, verifier)
+    sampling = SamplingParams(temperature=temperature, max_new_tokens=40, ignore_eos=True)
+    draft_tokens = 0 if drafter is None else 3
+    for prompts in (PROMPTS, OTHER_PROMPTS):
+        with torch.inference_mode():
+            eager = Batch(verifier, drafter, prompts, sampling, draft_tokens, FixedLength(), max_length=256)
+            eager.use_static_buffers(capture=False)
+        expected = static_replies(eager, prompts)
+        assert generate(verifier, drafter, prompts, sampling, num_draft_tokens=draft_tokens or None).token_ids == expected
+    graphs = next(iter(verifier.prepared_batches.values())).graphs
+    assert graphs._graphs, "rounds were captured"
+
+
+def test_a_batch_without_static_buffers_runs_as_it_is(verifier: Verifier) -> None:
+    sampling = SamplingParams(max_new_tokens=6)
+    generate(verifier, SequentialTable(64), PROMPTS, sampling, num_draft_tokens=2)
+    assert not verifier.prepared_batches, "only CUDA keeps batches for later calls"
