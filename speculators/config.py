@@ -15,6 +15,8 @@ from speculators.errors import ConfigError
 
 FORMAT_VERSION = "0.9.0"
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
+# Far beyond any model: a damaged size must be refused, not allocated.
+MOST_LAYERS, WIDEST, LARGEST_VOCABULARY = 1 << 10, 1 << 20, 1 << 24
 
 
 class FormatModel(BaseModel):
@@ -48,13 +50,13 @@ class LayerConfig(FormatModel):
     """
 
     model_type: str = "qwen3"
-    vocab_size: int = Field(ge=1)
-    hidden_size: int = Field(ge=1)
-    intermediate_size: int = Field(ge=1)
-    num_hidden_layers: int = Field(ge=1)
-    num_attention_heads: int = Field(ge=1)
-    num_key_value_heads: int = Field(ge=1)
-    head_dim: int = Field(ge=2)
+    vocab_size: int = Field(ge=1, le=LARGEST_VOCABULARY)
+    hidden_size: int = Field(ge=1, le=WIDEST)
+    intermediate_size: int = Field(ge=1, le=WIDEST)
+    num_hidden_layers: int = Field(ge=1, le=MOST_LAYERS)
+    num_attention_heads: int = Field(ge=1, le=WIDEST)
+    num_key_value_heads: int = Field(ge=1, le=WIDEST)
+    head_dim: int = Field(ge=2, le=WIDEST)
     hidden_act: str = "silu"
     rms_norm_eps: float = Field(1e-6, gt=0, allow_inf_nan=False)
     max_position_embeddings: int = Field(32768, ge=1)

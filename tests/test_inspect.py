@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import foreign_checkpoints as foreign
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -14,7 +16,7 @@ from tiny_drafters import TAPS, VOCABULARY, drafter, verifier_weights
 from tiny_models import tiny_verifier
 from typer.testing import CliRunner
 
-from speculators.checkpoint import save
+from speculators.checkpoint import load, save
 from speculators.checkpoint.inspection import SharedTensor, inspect
 from speculators.cli.main import app
 from speculators.errors import CheckpointError
@@ -201,13 +203,42 @@ def test_a_broken_configuration_still_prints_what_can_be_read(tmp_path: Path) ->
     assert len(written["problems"]) == 1
 
 
-def test_a_foreign_format_is_named_as_such(tmp_path: Path) -> None:
-    save(drafter("dflash"), tmp_path)
-    foreign = {"architectures": ["DFlashDraftModel"], "dflash_config": {"target_layer_ids": [0, 1, 3]}, "block_size": 6}
-    (tmp_path / "config.json").write_text(json.dumps(foreign))
-    result = run(tmp_path)
-    assert result.exit_code == 2 and "has no speculators_model_type" in result.stderr and "convert it" in result.stderr
-    assert "bfloat16" in result.stdout
+FOREIGN: dict[str, tuple[Callable[[Path], Path], str, str, int, list[int]]] = {
+    "z-lab": (foreign.zlab, "z-lab", "dflash", 5, [1, 3, 6]),
+    "deepspec dspark": (foreign.deepspec_dspark, "deepspec", "dspark", 5, [1, 2, 4]),
+    "deepspec eagle3": (foreign.deepspec_eagle3, "deepspec", "eagle3", 7, [1, 2, 3, 4, 5]),
+    "safeailab": (foreign.safeailab, "safeailab", "eagle3", 3, [1, 2, 4]),
+    "aws-peagle": (foreign.aws_peagle, "aws-peagle", "peagle", 8, [1, 2, 4]),
+    "specforge": (foreign.specforge, "specforge", "dspark", 6, [1, 3, 6]),
+}
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+def test_other_formats_are_read_and_the_command_that_converts_them_is_told(case: str, tmp_path: Path) -> None:
+    make, name, method, count, taps = FOREIGN[case]
+    folder = make(tmp_path / "source")
+    found = inspect(folder, verifier_weights())
+    assert (found.format, found.method, found.num_draft_tokens, found.taps) == (name, method, count, taps)
+    assert (found.problems, found.vllm, found.verifier) == ((), None, "tiny-verifier")
+    assert f"`speculators convert {folder} DST --verifier VERIFIER`" in found.notes[0]
+    with pytest.raises(CheckpointError, match=rf"in the .* format: run `speculators convert {folder} DST --verifier VERIFIER`"):
+        load(folder, verifier_weights())
+
+
+def test_what_is_wrong_in_another_format_is_a_problem_there_too(tmp_path: Path) -> None:
+    folder = foreign.zlab(tmp_path, dflash_config={"target_layer_ids": [0, 2, 5]})
+    result = run(folder)
+    assert result.exit_code == 2 and "mask_token_id = None" in result.stderr
+    assert "z-lab" in result.stdout and "speculators convert" in result.stdout and "bfloat16" in result.stdout
+    nameless = run(foreign.zlab(tmp_path / "nameless"))
+    assert nameless.exit_code == 2 and "does not name the verifier" in nameless.stderr and "give the verifier" in nameless.stderr
+
+
+def test_a_language_model_is_no_drafter_of_any_format(tmp_path: Path) -> None:
+    folder = save_verifier(tmp_path / "verifier")
+    assert "is no drafter checkpoint of a format known here" in inspect(folder).problems[0]
+    with pytest.raises(CheckpointError, match=r"no drafter in the speculators format, nor in one that `speculators convert` knows"):
+        load(folder)
 
 
 def test_weights_cut_short_still_print_the_configuration(tmp_path: Path) -> None:

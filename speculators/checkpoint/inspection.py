@@ -5,13 +5,15 @@ Nothing here raises over the content of a checkpoint. What cannot be read is Non
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from speculators.checkpoint.convert.formats import NATIVE, detect_format, get_format
 from speculators.checkpoint.native import compact_hash, read_config_folder
 from speculators.checkpoint.shared import (
     EMBEDDING,
@@ -73,8 +75,9 @@ class Inspection:
     Attributes:
         source: as the user named the checkpoint.
         folder: where it lies.
+        format: name of the checkpoint's format, "speculators" or one of those that `convert` reads.
         method: the algorithm's method string.
-        format_version: of the speculators format.
+        format_version: of the speculators format; None for another one.
         verifier: name of the verifier it was made for.
         num_draft_tokens: K.
         max_draft_tokens: the largest K it can draft.
@@ -87,13 +90,14 @@ class Inspection:
         weight_files: names of the weights files, the index excluded.
         form: "full" or "compact".
         shared: by tensor name, what it shares with the verifier.
-        vllm: None as well for a method that vLLM has no drafter for.
+        vllm: None as well for a method that vLLM has no drafter for, and for another format than ours.
         notes: worth knowing, not wrong.
         problems: every rule that is broken, a sentence each.
     """
 
     source: str
     folder: str
+    format: str | None
     method: str | None
     format_version: str | None
     verifier: str | None
@@ -117,7 +121,7 @@ class Inspection:
 
 
 def inspect(path_or_repo: str | Path, verifier: VerifierWeights | None = None, *, revision: str | None = None) -> Inspection:
-    """Look a checkpoint over, the pair as well where a verifier is given.
+    """Look a checkpoint over, the pair as well where a verifier is given. Those of other formats are read as `convert` would.
 
     Args:
         path_or_repo: a folder, or a Hub repository `owner/name`.
@@ -130,8 +134,12 @@ def inspect(path_or_repo: str | Path, verifier: VerifierWeights | None = None, *
     folder = resolve(path_or_repo, revision)
     problems: list[str] = []
     data = _attempt(problems, read_json, folder / CONFIG_FILE) or {}
-    config = _attempt(problems, read_config_folder, folder, verifier) if data else None
     stored = _attempt(problems, read_tensors, folder)
+    name, config = NATIVE, None
+    if data and stored is not None and "speculators_model_type" not in data:
+        name, config, stored = _read_foreign(problems, folder, data, stored, verifier)
+    elif data:
+        config = _attempt(problems, read_config_folder, folder, verifier)
     notes: list[str] = []
     embedding_hash = None if config is None else _attempt(problems, compact_hash, config, folder / CONFIG_FILE)
     if config is not None:
@@ -151,6 +159,9 @@ def inspect(path_or_repo: str | Path, verifier: VerifierWeights | None = None, *
             problems += [str(offence) for offence in found]
     if embedding_hash is not None:
         notes.append("compact: vLLM and this library take the embedding from the verifier; the speculators library needs the full form")
+    if name not in (None, NATIVE):
+        source = shlex.quote(str(path_or_repo))
+        notes.append(f"to train, decode or serve it, run `speculators convert {source} DST --verifier VERIFIER` and use DST")
     values = data if config is None else config.model_dump()
     method = values.get("speculators_model_type")
     layers, verifier_name = _nested(values, "transformer_layer_config"), _verifier_name(values)
@@ -158,8 +169,9 @@ def inspect(path_or_repo: str | Path, verifier: VerifierWeights | None = None, *
     return Inspection(
         source=str(path_or_repo),
         folder=str(folder),
+        format=name,
         method=method,
-        format_version=values.get("speculators_version"),
+        format_version=values.get("speculators_version") if name == NATIVE else None,
         verifier=verifier_name,
         num_draft_tokens=_num_draft_tokens(values),
         max_draft_tokens=None if config is None else config.max_draft_tokens,
@@ -175,10 +187,25 @@ def inspect(path_or_repo: str | Path, verifier: VerifierWeights | None = None, *
         weight_files=tuple(file.name for file in files),
         form=None if config is None else "full" if embedding_hash is None else "compact",
         shared={} if stored is None or config is None else _shared(config, stored.tensors, verifier),
-        vllm=None if config is None else _served(config, str(path_or_repo), verifier_name),
+        vllm=None if config is None or name != NATIVE else _served(config, str(path_or_repo), verifier_name),
         notes=tuple(notes),
         problems=tuple(dict.fromkeys(problems)),
     )
+
+
+def _read_foreign(
+    problems: list[str], folder: Path, data: dict[str, Any], stored: StoredTensors, verifier: VerifierWeights | None
+) -> tuple[str | None, SpeculatorConfig | None, StoredTensors]:
+    """Format, configuration and tensors of a checkpoint of another format, as far as they can be read."""
+    name = _attempt(problems, detect_format, data, stored.tensors.keys(), folder)
+    if name is None:
+        return None, None, stored
+    read = _attempt(problems, get_format(name).to_native, data, stored.tensors, verifier)
+    if read is None:
+        problems[-1] = f"{folder}: {problems[-1]}"
+        return name, None, stored
+    config, tensors = read
+    return name, config, replace(stored, tensors=tensors)
 
 
 def _attempt(problems: list[str], read: Callable[..., Any], *arguments: Any, **named: Any) -> Any:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -32,13 +35,14 @@ from speculators.checkpoint.storage import (
     read_tensors,
     resolve,
     staged_folder,
+    tensor_names,
     weights_sha256,
     write_json,
     write_tensors,
 )
 from speculators.checkpoint.validation import check_rope_spellings, derive_t2d, skeleton, validate
 from speculators.config import FORMAT_VERSION, SpeculatorConfig
-from speculators.errors import CheckpointError, ConfigError
+from speculators.errors import CheckpointError, ConfigError, PairingError
 from speculators.registry import get_algorithm
 from speculators.speculator import Speculator, VerifierWeights
 
@@ -226,10 +230,11 @@ def load(
             " pass the weights of that verifier, or use a checkpoint in the full form"
         )
     if verifier is not None:  # the pair first: a wrong verifier explains more than any tensor can
-        Speculator.attach(skeleton(config, folder / CONFIG_FILE), verifier)
-        if embedding_hash is not None:
-            check_embedding_hash(embedding_hash, made_for, verifier)
-        config = with_own_head(config, stored.tensors, verifier, same_embedding=embedding_hash is not None)
+        with _naming(folder):
+            Speculator.attach(skeleton(config, folder / CONFIG_FILE), verifier)
+            if embedding_hash is not None:
+                check_embedding_hash(embedding_hash, made_for, verifier)
+            config = with_own_head(config, stored.tensors, verifier, same_embedding=embedding_hash is not None)
     validate(
         config,
         stored.tensors,
@@ -242,8 +247,18 @@ def load(
     speculator = _build(config)
     _fill(speculator, stored, verifier, device, dtype)
     if verifier is not None:
-        speculator.attach(verifier)
+        with _naming(folder):
+            speculator.attach(verifier)
     return speculator.eval()
+
+
+@contextmanager
+def _naming(folder: Path) -> Iterator[None]:
+    """Say of a checkpoint that does not fit its verifier which one it is."""
+    try:
+        yield
+    except PairingError as error:
+        raise PairingError(f"{folder}: {error}") from None
 
 
 def read_config_folder(folder: Path, verifier: VerifierWeights | None = None) -> SpeculatorConfig:
@@ -256,9 +271,7 @@ def read_config_folder(folder: Path, verifier: VerifierWeights | None = None) ->
     data = read_json(file)
     method = data.get("speculators_model_type")
     if method is None:
-        raise CheckpointError(
-            f"{file} has no speculators_model_type: this is not a checkpoint in the speculators format; convert it, or name another folder"
-        )
+        raise _not_native(folder, data)
     try:
         config_class = get_algorithm(str(method)).speculator_class.config_class
     except ConfigError as error:
@@ -268,6 +281,23 @@ def read_config_folder(folder: Path, verifier: VerifierWeights | None = None) ->
     config = _parse(config_class, data, file)
     check_rope_spellings(config, file)
     return config
+
+
+def _not_native(folder: Path, data: dict[str, Any]) -> CheckpointError:
+    """What a folder is whose config.json has no speculators_model_type, and what to run."""
+    from speculators.checkpoint.convert.formats import detect_format, get_format  # adapters write native files with this module
+
+    try:
+        title = get_format(detect_format(data, tensor_names(folder), folder)).title
+    except CheckpointError:
+        return CheckpointError(
+            f"{folder / CONFIG_FILE} has no speculators_model_type: this is no drafter in the speculators format, nor in one that"
+            " `speculators convert` knows; name another folder"
+        )
+    return CheckpointError(
+        f"{folder} holds a drafter in the {title} format: run `speculators convert {shlex.quote(str(folder))} DST --verifier VERIFIER`"
+        " and name DST instead"
+    )
 
 
 def _parse(config_class: type[SpeculatorConfig], data: dict[str, Any], file: Path) -> SpeculatorConfig:

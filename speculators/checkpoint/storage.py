@@ -177,10 +177,35 @@ def read_tensors(folder: Path) -> StoredTensors:
     return StoredTensors(tensors, files, index)
 
 
+def tensor_names(folder: Path) -> list[str]:
+    """Names of the stored tensors, of which only headers are read.
+
+    Raises:
+        CheckpointError: there are no weights, or their header or index is damaged.
+    """
+    single, index = folder / WEIGHTS_FILE, folder / INDEX_FILE
+    if single.is_file() or not index.is_file():
+        with _opened(single) as content:
+            return list(content.keys())
+    weight_map = read_json(index).get("weight_map")
+    return list(weight_map) if isinstance(weight_map, dict) else []
+
+
 def _read_file(file: Path) -> dict[str, Tensor]:
+    with _opened(file) as content:
+        return {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118 (not a mapping)
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """A safetensors file.
+
+    Raises:
+        CheckpointError: it is missing or damaged, or what reads it finds it so.
+    """
     try:
         with safe_open(file, framework="pt", device="cpu") as content:
-            return {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118 (not a mapping)
+            yield content
     except (SafetensorError, OSError) as error:
         if _is_lfs_pointer(file):
             raise CheckpointError(f"{file} is a Git LFS pointer, not the weights themselves; fetch them with `git lfs pull`") from None

@@ -35,6 +35,11 @@ def skeleton(config: SpeculatorConfig, file: Path | str = CONFIG_FILE) -> Specul
             return get_algorithm(config.speculators_model_type).speculator_class(config)
     except ConfigError as error:
         raise CheckpointError(f"{file}: {error}") from None
+    except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:  # sizes that no tensor can have
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(
+            f"{file}: no {config.speculators_model_type} drafter can be built from it ({reason}); correct its sizes"
+        ) from None
 
 
 def validate(
@@ -164,7 +169,7 @@ def check_rope_spellings(config: SpeculatorConfig, file: Path) -> None:
     """
     old = getattr(config.layers, "rope_theta", None)
     new = config.layers.rope_parameters["rope_theta"]
-    if old is not None and float(old) != float(new):
+    if old is not None and old != new:
         rule = f"it contradicts rope_parameters.rope_theta = {new}, and engines read one or the other"
         raise problem(file, "transformer_layer_config.rope_theta", old, rule, "keep the value the drafter was trained with in both")
 

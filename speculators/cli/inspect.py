@@ -39,7 +39,7 @@ def described(inspection: Inspection) -> list[tuple[str, str]]:
     found = inspection
     lines = [
         ("method", _known(found.method)),
-        ("format", f"speculators {_known(found.format_version)}"),
+        ("format", f"speculators {_known(found.format_version)}" if found.format == "speculators" else _known(found.format)),
         ("verifier", _known(found.verifier)),
         ("draft tokens (K)", _known(found.num_draft_tokens) + (f", at most {found.max_draft_tokens}" if found.max_draft_tokens else "")),
         ("taps", "unknown" if found.taps is None else ", ".join(map(str, found.taps)) or "none"),
@@ -59,7 +59,7 @@ def described(inspection: Inspection) -> list[tuple[str, str]]:
             ("vLLM command", served.command),
             *(("vLLM caveat", caveat) for caveat in served.caveats),
         ]
-    elif found.form is not None:
+    elif found.form is not None and found.format == "speculators":
         lines.append(("vLLM", "has no drafter of its own for this method"))
     lines += [("note", note) for note in found.notes]
     return lines + ([("problem", problem) for problem in found.problems] or [("problems", "none found")])
