@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from speculators.attention import AttentionMasks
 from speculators.errors import CheckpointError, ConfigError
@@ -41,11 +49,10 @@ def load_model(
     weights_dtype = dtype if isinstance(dtype, torch.dtype) else _named_dtype(dtype, device)
     source = _locate(name)
     remote: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    auto_model: Any = AutoModelForCausalLM
     try:
         config = AutoConfig.from_pretrained(source, **remote)
         refuse_unsupported(config, _model_class(config), name)
-        model, report = auto_model.from_pretrained(source, config=config, dtype=weights_dtype, output_loading_info=True, **remote)
+        model, report = _auto_class(config).from_pretrained(source, config=config, dtype=weights_dtype, output_loading_info=True, **remote)
         tokenizer = _load_tokenizer(source, remote)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise _cannot_load(name, error) from error
@@ -117,10 +124,15 @@ def _refuse_damaged(model: PreTrainedModel, name: str) -> None:
             raise CheckpointError(f"the files of the verifier {name!r} hold values in {key} that are not finite; fetch them again")
 
 
+def _auto_class(config: Any) -> Any:
+    """Where transformers lists the model: among language models, or, for its text side, among those that also see images."""
+    of_text, of_images = cast(Any, AutoModelForCausalLM), cast(Any, AutoModelForImageTextToText)
+    return of_images if type(config) not in of_text._model_mapping and type(config) in of_images._model_mapping else of_text
+
+
 def _model_class(config: Any) -> Any:
     """The transformers class that would be built from a config; None for code that a repository brings along."""
-    mapping: Any = AutoModelForCausalLM._model_mapping
-    return mapping.get(type(config), None)
+    return _auto_class(config)._model_mapping.get(type(config), None)
 
 
 def refuse_unsupported(config: Any, model_class: Any, name: str) -> None:

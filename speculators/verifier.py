@@ -254,7 +254,13 @@ class Verifier:
 
         def copy_to(column: int) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
             def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                tapped[..., column * size : (column + 1) * size].copy_(args[0] if args else kwargs["hidden_states"])
+                stream: Tensor = args[0] if args else kwargs["hidden_states"]
+                if stream.ndim != tapped.ndim:
+                    raise CheckpointError(
+                        f"{self.weights.name_or_path!r} ({type(self.model).__name__}) has several residual streams in parallel, and a"
+                        " tap is one; choose another verifier"
+                    )
+                tapped[..., column * size : (column + 1) * size].copy_(stream)
 
             return hook
 
@@ -310,7 +316,7 @@ class Verifier:
             raise CheckpointError(f"{name!r} has logits that are not those of its head after its final norm; choose another verifier")
         cache = self.new_cache(1, 10)
         try:
-            begin = self.forward(input_ids[:, :4], cache)  # the fourth token is then rolled back
+            begin = self.forward(input_ids[:, :4], cache, taps=(0, self.num_layers // 2))  # the fourth token is then rolled back
             cache.lengths.fill_(3)
             states = torch.cat([begin.last_hidden_state[:, :3], self.forward(input_ids[:, 3:], cache).last_hidden_state], dim=1)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
