@@ -16,6 +16,7 @@ from speculators.evaluation.calibration import (
     area_under_curve,
     brier_score,
     expected_calibration_error,
+    fit_sequential_scaling,
     fit_sequential_temperatures,
     logits_of,
     prefix_probabilities,
@@ -97,6 +98,19 @@ def test_true_temperatures_are_recovered_from_many_rounds() -> None:
     assert fit_sequential_temperatures(logits, accepted) == pytest.approx(true)
 
 
+def test_a_drafter_too_sure_at_every_level_needs_an_offset() -> None:
+    generator = np.random.default_rng(1)
+    logits = generator.normal(0.5, 0.7, (100_000, 1))
+    accepted = (generator.random(logits.shape) < 1 / (1 + np.exp(0.4 - logits)))[:, 0].astype(int)
+
+    def error(temperatures: list[float], offsets: list[float]) -> float:
+        return quality_by_position(prefix_probabilities(logits, temperatures, offsets), accepted)[0].ece
+
+    temperatures, offsets = fit_sequential_scaling(logits, accepted)
+    assert (temperatures, offsets) == ([pytest.approx(1.0, abs=0.11)], [pytest.approx(-0.4, abs=0.11)])
+    assert error(temperatures, offsets) < 0.006 < 0.03 < error(fit_sequential_temperatures(logits, accepted), [0.0])
+
+
 def test_positions_that_do_not_count_change_nothing() -> None:
     cut = np.tile([[9.0, 9.0, -9.0]], (5, 1))
     logits, accepted = np.concatenate([LOGITS, cut]), np.concatenate([ACCEPTED, np.ones(5, int)])
@@ -127,14 +141,22 @@ def test_metrics_of_small_examples() -> None:
 
 
 def calibration(**changes: object) -> Calibration:
-    values = {"temperature": 1.0, "domain": "all", "source": "head", "scaling": (2.0, 0.5), "acceptance": (0.9, 0.8), "rounds": 100}
+    values = {
+        "temperature": 1.0,
+        "domain": "all",
+        "source": "head",
+        "scaling": (2.0, 0.5),
+        "offset": (-0.3, 0.0),
+        "acceptance": (0.9, 0.8),
+        "rounds": 100,
+    }
     return Calibration(**{**values, **changes})  # type: ignore[arg-type]
 
 
 def test_applied_confidences_are_those_that_were_fitted() -> None:
     confidence = torch.tensor([[0.9, 0.3], [0.6, 0.999]])
     applied = calibration().apply(confidence).cumprod(1)
-    np.testing.assert_allclose(applied, prefix_probabilities(logits_of(confidence), [2.0, 0.5]), rtol=1e-5)
+    np.testing.assert_allclose(applied, prefix_probabilities(logits_of(confidence), [2.0, 0.5], [-0.3, 0.0]), rtol=1e-5)
     longer = torch.tensor([[0.5, 0.5, 0.7]])
     assert float(calibration().apply(longer)[0, 2]) == pytest.approx(0.7)  # no temperature: as it is
     assert calibration().apply(torch.tensor([[0.0, 1.0]])).isfinite().all()
@@ -152,7 +174,7 @@ def test_stored_calibrations_survive_json_and_bad_ones_are_named() -> None:
     entry = calibration().to_json()
     assert stored_calibrations({"calibration": [entry], "form": "compact"}) == [calibration()]
     assert stored_calibrations(None) == [] and stored_calibrations({"form": "compact"}) == []
-    for changes in ({"scaling": [0.0]}, {"rounds": None}, {"scaling": ["x"]}):
+    for changes in ({"scaling": [0.0]}, {"rounds": None}, {"scaling": ["x"]}, {"offset": [0.0]}):
         with pytest.raises(CheckpointError, match=r"unified_speculators\.calibration holds an entry that cannot be read"):
             stored_calibrations({"calibration": [{**entry, **changes}]})
     assert calibration_for(PromptLookup(), 0.0) is None  # has no checkpoint

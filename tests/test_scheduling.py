@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from speculators.decoding.batch_schedule import num_speculative_tokens_per_batch_size
 from speculators.decoding.length_schedules import (
     AutoLength,
     ConfidenceThreshold,
@@ -354,3 +355,19 @@ def test_impossible_step_times_are_refused(changes: dict[str, tuple[object, ...]
     given = {"rows": (1, 2), "drafts": (0, 1), "draft_seconds": ((0.0, 1.0),) * 2, "verify_seconds": ((1.0, 2.0),) * 2}
     with pytest.raises(ConfigError, match=words):
         StepTimes(**{**given, **changes})  # type: ignore[arg-type]
+
+
+def test_draft_tokens_by_batch_size_are_the_best_of_each_size_without_gaps() -> None:
+    times = StepTimes.affine(10.0, 0.1, draft_fixed=0.5, max_rows=512, max_drafts=4)
+    acceptance = [0.8, 0.7, 0.6, 0.5]
+    spans = num_speculative_tokens_per_batch_size(acceptance, times, max_batch_size=2000)
+    assert [span[0] for span in spans] == [1, *(span[1] + 1 for span in spans[:-1])] and spans[-1][1] == 2000
+    expected = [sum(np.cumprod(acceptance)[:k]) + 1 for k in range(5)]
+    for low, high, k in spans:
+        for size in (low, high):
+            seconds = [10 + 0.1 * size * (1 + drafts) + (0.5 if drafts else 0) for drafts in range(5)]
+            assert k == int(np.argmax(np.array(expected) / seconds))
+    assert [span[2] for span in spans] == [4, 3, 2, 1, 0], "the larger the batch, the shorter"
+    assert num_speculative_tokens_per_batch_size([0.1], times, max_batch_size=4, min_draft_tokens=1) == [(1, 4, 1)]
+    with pytest.raises(ConfigError, match="between 0 and 4"):
+        num_speculative_tokens_per_batch_size(acceptance, times, max_batch_size=4, min_draft_tokens=5)

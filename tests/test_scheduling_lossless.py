@@ -64,7 +64,7 @@ class FirstImprovements(BestInHindsight):
 class Confident(SequentialTable):
     """A drafter whose confidence changes much with the token before a slot, and a checkpoint that scales it."""
 
-    calibrations = [Calibration(1.0, "all", "probability", (0.7, 0.7, 0.7), (0.5, 0.5, 0.5), 100)]
+    calibrations = [Calibration(1.0, "all", "probability", (0.7, 0.7, 0.7), (0.0, 0.2, 0.0), (0.5, 0.5, 0.5), 100)]
 
 
 SCHEDULES: dict[str, Callable[[int], LengthSchedule]] = {

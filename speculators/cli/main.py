@@ -7,7 +7,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from speculators.cli import convert, data, demo, evaluate, generate, inspect, methods, serve, train
+from speculators.cli import calibrate, convert, data, demo, evaluate, generate, inspect, methods, serve, train
 from speculators.errors import SpeculatorsError
 
 
@@ -36,6 +36,7 @@ app.add_typer(data.app, name="data")
 app.command("train")(train.train)
 app.command("generate")(generate.generate)
 app.command("evaluate")(evaluate.evaluate)
+app.command("calibrate")(calibrate.calibrate)
 app.command("inspect")(inspect.inspect)
 app.command("convert")(convert.convert)
 app.command("serve", context_settings=serve.CONTEXT)(serve.serve)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -27,6 +28,7 @@ class Calibration:
         domain: kind of prompts, or "all".
         source: what was calibrated, see `Drafter.confidence_source`.
         scaling: [K], T_k of Sequential Temperature Scaling; empty for a drafter without confidence.
+        offset: [K], b_k that the scaled logits are moved by; 0 is the paper's method.
         acceptance: [K], conditional acceptance of draft k in the rounds of the fit.
         rounds: how many those were.
     """
@@ -35,18 +37,20 @@ class Calibration:
     domain: str
     source: ConfidenceSource
     scaling: tuple[float, ...]
+    offset: tuple[float, ...]
     acceptance: tuple[float, ...]
     rounds: int
 
     def apply(self, confidence: Tensor) -> Tensor:
-        """Calibrated confidence: sigmoid(logit(c_k) / T_k), [rows, k] -> [rows, k] float64.
+        """Calibrated confidence: sigmoid(logit(c_k) / T_k + b_k), [rows, k] -> [rows, k] float64.
 
         A function of c_k alone, so it may be cut by wherever c_k may. Drafts beyond K keep their confidence.
         """
         width = min(len(self.scaling), confidence.shape[1])
-        divisor = confidence.new_ones(confidence.shape[1])
-        divisor[:width] = torch.tensor(self.scaling[:width], dtype=confidence.dtype, device=confidence.device)
-        return torch.sigmoid(confidence.double().clamp(_SMALLEST, 1 - _SMALLEST).logit() / divisor)
+        beyond = confidence.shape[1] - width
+        divisor = torch.tensor([*self.scaling[:width], *[1.0] * beyond], dtype=torch.float64, device=confidence.device)
+        offset = torch.tensor([*self.offset[:width], *[0.0] * beyond], dtype=torch.float64, device=confidence.device)
+        return torch.sigmoid(confidence.double().clamp(_SMALLEST, 1 - _SMALLEST).logit() / divisor + offset)
 
     def to_json(self) -> dict[str, Any]:
         """As stored in config.json."""
@@ -60,11 +64,15 @@ class Calibration:
             CheckpointError: it is not what `to_json` writes.
         """
         try:
+            scaling, offset = (tuple(float(value) for value in data[name]) for name in ("scaling", "offset"))
+            if len(scaling) != len(offset) or not all(0 < t < math.inf for t in scaling) or not all(map(math.isfinite, offset)):
+                raise ValueError(f"scaling {list(scaling)} must be positive, and offset {list(offset)} as many finite numbers")
             return cls(
                 temperature=float(data["temperature"]),
                 domain=str(data["domain"]),
                 source=data["source"],
-                scaling=_positive(data["scaling"]),
+                scaling=scaling,
+                offset=offset,
                 acceptance=tuple(min(1.0, max(0.0, float(value))) for value in data["acceptance"]),
                 rounds=int(data["rounds"]),
             )
@@ -73,13 +81,6 @@ class Calibration:
                 f"config.json: unified_speculators.{CONFIG_KEY} holds an entry that cannot be read ({type(error).__name__}: {error});"
                 " run `speculators calibrate` again"
             ) from None
-
-
-def _positive(values: Sequence[Any]) -> tuple[float, ...]:
-    numbers = tuple(float(value) for value in values)
-    if not all(0 < number < float("inf") for number in numbers):
-        raise ValueError(f"temperatures {list(numbers)} must be positive")
-    return numbers
 
 
 def stored_calibrations(extra: Any) -> list[Calibration]:

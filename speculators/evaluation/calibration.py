@@ -11,10 +11,15 @@ calibrated, not each factor.
 What the paper leaves open is pinned here, since other choices give other temperatures: the grid, ten bins of equal width, and
 among equal errors the temperature closest to 1. Scaling keeps the order of one position's confidences. It does not keep the
 order of products, within a batch or between positions' temperatures.
+
+A temperature leaves a confidence of 1/2 where it is, so it cannot correct a drafter that is too sure, or too unsure, at every
+level. `fit_sequential_scaling` fits an offset b_k as well, sigmoid(z_k / T_k + b_k), by the same rule; offsets of 0 are the
+paper's method.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,6 +35,7 @@ Ints = npt.NDArray[np.int64]
 BINS = 10
 # 33 values from 0.2 to 5, each 5^(1/16) times the one before; the middle one is 1.
 GRID = tuple(5.0 ** ((index - 16) / 16) for index in range(33))
+OFFSETS = tuple(index / 10 for index in range(-10, 11))
 
 
 @dataclass(frozen=True)
@@ -105,43 +111,63 @@ def logits_of(confidence: npt.ArrayLike) -> Floats:
     return np.asarray(np.log(clipped) - np.log1p(-clipped))
 
 
-def prefix_probabilities(logits: Floats, temperatures: Sequence[float]) -> Floats:
-    """a_k of the module's formula: [n, K] logits and K temperatures -> [n, K]."""
-    return np.cumprod(_sigmoid(logits / np.asarray(temperatures, dtype=np.float64)), axis=1)
+def prefix_probabilities(logits: Floats, temperatures: Sequence[float], offsets: Sequence[float] = (0.0,)) -> Floats:
+    """a_k of the module's formula: [n, K] logits, K temperatures and K offsets (or one for all) -> [n, K]."""
+    scaled = logits / np.asarray(temperatures, dtype=np.float64) + np.asarray(offsets, dtype=np.float64)
+    return np.cumprod(_sigmoid(scaled), axis=1)
 
 
 def fit_sequential_temperatures(
     logits: Floats, accepted: Ints, observed: Ints | None = None, *, grid: Sequence[float] = GRID, bins: int = BINS
 ) -> list[float]:
-    """T_1 .. T_K of least calibration error, position by position.
+    """Sequential Temperature Scaling as in the paper: T_1 .. T_K; see `fit_sequential_scaling`."""
+    return fit_sequential_scaling(logits, accepted, observed, grid=grid, offsets=(0.0,), bins=bins)[0]
+
+
+def fit_sequential_scaling(
+    logits: Floats,
+    accepted: Ints,
+    observed: Ints | None = None,
+    *,
+    grid: Sequence[float] = GRID,
+    offsets: Sequence[float] = OFFSETS,
+    bins: int = BINS,
+) -> tuple[list[float], list[float]]:
+    """T_1 .. T_K and b_1 .. b_K of least calibration error, position by position.
 
     Args:
         logits: [n, K] raw confidence logits.
         accepted: [n] leading drafts accepted.
         observed: [n] leading positions that count in each round; all when None.
         grid: temperatures to choose from.
+        offsets: offsets to choose from. Equal errors go to the smallest |log T| + |b|.
         bins: intervals of the calibration error.
 
     Raises:
         DataError: a position has no round that counts, or a logit there is not finite.
     """
     counts = np.full(len(logits), logits.shape[1]) if observed is None else observed
-    survived, temperatures = np.ones(len(logits)), []
+    candidates = sorted(itertools.product(grid, offsets), key=lambda pair: (abs(math.log(pair[0])) + abs(pair[1]), pair))
+    survived = np.ones(len(logits))
+    chosen: list[tuple[float, float]] = []
     for k in range(logits.shape[1]):
         here = counts > k
         if not here.any() or not np.isfinite(logits[here, k]).all():
             raise DataError(f"position {k + 1} cannot be calibrated: {int(here.sum())} rounds count there, and logits must be finite")
-        outcome = accepted[here] > k
-        # Rounded, so that rounding does not break ties.
-        error = {t: round(expected_calibration_error(survived[here] * _sigmoid(logits[here, k] / t), outcome, bins), 12) for t in grid}
-        best = min(grid, key=lambda t: (error[t], abs(math.log(t)), t))
-        temperatures.append(float(best))
-        survived = survived * np.where(here, _sigmoid(logits[:, k] / best), 0.0)
-    return temperatures
+        before, z, outcome = survived[here], logits[here, k], accepted[here] > k
+
+        def error(pair: tuple[float, float], before: Floats = before, z: Floats = z, outcome: npt.NDArray[np.bool_] = outcome) -> float:
+            # Rounded, so that rounding does not break ties; among equals `min` keeps the first.
+            return round(expected_calibration_error(before * _sigmoid(z / pair[0] + pair[1]), outcome, bins), 12)
+
+        best = min(candidates, key=error)
+        chosen.append((float(best[0]), float(best[1])))
+        survived = survived * np.where(here, _sigmoid(logits[:, k] / best[0] + best[1]), 0.0)
+    return [t for t, _ in chosen], [b for _, b in chosen]
 
 
 def quality_by_position(probabilities: Floats, accepted: Ints, observed: Ints | None = None, *, bins: int = BINS) -> list[PositionQuality]:
-    """How well [n, K] prefix probabilities predict acceptance; arguments as in `fit_sequential_temperatures`."""
+    """How well [n, K] prefix probabilities predict acceptance; arguments as in `fit_sequential_scaling`."""
     counts = np.full(len(probabilities), probabilities.shape[1]) if observed is None else observed
     qualities = []
     for k in range(probabilities.shape[1]):

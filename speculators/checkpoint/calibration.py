@@ -1,0 +1,46 @@
+"""Write calibrations into a checkpoint's config.json: a key of our own, which readers of the format ignore."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from speculators.checkpoint.native import EXTRA_KEY, read_config_folder
+from speculators.checkpoint.storage import CONFIG_FILE, read_json
+from speculators.decoding.calibration import CONFIG_KEY, Calibration, stored_calibrations
+from speculators.errors import CheckpointError
+from speculators.files import check_writable, write_text_atomically
+
+
+def check_calibration_target(folder: Path) -> None:
+    """Refuse a checkpoint that calibrations cannot be stored in, before any work is done for them.
+
+    Raises:
+        CheckpointError: it is no local folder of a valid checkpoint.
+        DataError: its config.json must not be written.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"calibrations are stored in a checkpoint folder, and {folder} is none here; download it, or pass --no-store")
+    read_config_folder(folder)
+    check_writable(folder / CONFIG_FILE)
+
+
+def store_calibrations(folder: Path, calibrations: Sequence[Calibration]) -> None:
+    """Add calibrations to a checkpoint. Those of the same temperature, domain and source are replaced; the weights are not touched.
+
+    Raises:
+        CheckpointError, DataError: as `check_calibration_target`.
+    """
+    check_calibration_target(folder)
+    data = read_json(folder / CONFIG_FILE)
+    extra = data.get(EXTRA_KEY)
+    extra = dict(extra) if isinstance(extra, dict) else {}
+    merged = {_key(calibration): calibration for calibration in (*stored_calibrations(extra), *calibrations)}
+    extra[CONFIG_KEY] = [merged[key].to_json() for key in sorted(merged)]
+    data[EXTRA_KEY] = extra
+    write_text_atomically(folder / CONFIG_FILE, json.dumps(data, indent=2, sort_keys=True) + "\n")
+
+
+def _key(calibration: Calibration) -> tuple[float, str, str]:
+    return calibration.temperature, calibration.domain, calibration.source

@@ -1,0 +1,165 @@
+"""Measures how long this machine takes for a round, once, and keeps it in the cache folder for every later run.
+
+The curve belongs to everything it depends on: processor or accelerator, threads, library versions, both models with their
+dtype, batch size, drafts, and whether decoding is greedy. If one of them changes, it is measured anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from pydantic import BaseModel
+from torch import Tensor
+
+from speculators.data.default_verifier import cache_folder
+from speculators.decoding.engine import Batch
+from speculators.decoding.length_schedules import FixedLength
+from speculators.decoding.proposal import Drafter
+from speculators.decoding.sampling import SamplingParams
+from speculators.decoding.step_times import StepTimes
+from speculators.errors import DataError
+from speculators.evaluation.evaluate import device_name
+from speculators.verifier import Verifier
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "step-times"
+CONTEXT = 64  # tokens of the made-up prompts
+REPEATS = 3
+# A width whose first timed round takes this long is not timed again.
+ENOUGH_SECONDS = 1.0
+
+
+def step_times(verifier: Verifier, drafter: Drafter, rows: int, max_drafts: int, sampling: SamplingParams) -> StepTimes:
+    """Step times of a batch of `rows` rows up to `max_drafts` drafts: from the cache folder, else measured and kept there.
+
+    A cache folder that cannot be read or written costs a measurement, never an error.
+    """
+    folder = cache_folder() / FOLDER
+    file = folder / f"{_digest(identity(verifier, drafter, rows, max_drafts, sampling))}.json"
+    try:
+        return StepTimes.load(file)
+    except DataError:
+        logger.info("measuring the step times of %d rows and up to %d drafts", rows, max_drafts)
+    times = measure(verifier, drafter, (rows,), widths(max_drafts), sampling)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        times.save(file)
+    except (OSError, DataError) as error:
+        logger.warning("step times are measured again next time, since they cannot be kept: %s", error)
+    return times
+
+
+def widths(max_drafts: int) -> tuple[int, ...]:
+    """The drafts to measure: 0, 1, 2, 4, 8 .. and the most."""
+    powers = [2**power for power in range(max_drafts.bit_length()) if 2**power < max_drafts]
+    return (0, *powers, max_drafts)
+
+
+def identity(verifier: Verifier, drafter: Drafter, rows: int, max_drafts: int, sampling: SamplingParams) -> dict[str, Any]:
+    """Everything that the step times of a batch depend on, as JSON values."""
+    config = getattr(drafter, "config", None)
+    shape = (
+        config.model_dump(mode="json", include={"transformer_layer_config", "draft_vocab_size"}) if isinstance(config, BaseModel) else None
+    )
+    return {
+        "machine": [device_name(verifier.device), _processor()],
+        "versions": [torch.__version__, version("transformers"), version("unified-speculators")],
+        "verifier": [verifier.weights.config.get(key) for key in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")],
+        "name": verifier.weights.name_or_path,
+        "dtype": str(verifier.dtype),
+        "drafter": [type(drafter).__qualname__, shape],
+        "rows": rows,
+        "drafts": list(widths(max_drafts)),
+        "greedy": sampling.greedy,
+        "penalty": sampling.repetition_penalty != 1.0,
+    }
+
+
+def measure(verifier: Verifier, drafter: Drafter | None, rows: Sequence[int], drafts: Sequence[int], sampling: SamplingParams) -> StepTimes:
+    """Time rounds of every batch size and length in the engine itself, on made-up prompts.
+
+    Args:
+        verifier, drafter: None measures plain decoding; then only 0 drafts make sense.
+        rows: batch sizes, ascending.
+        drafts: drafts a row, ascending from 0.
+        sampling: greedy or not.
+
+    Returns:
+        The median of a few rounds for each point.
+    """
+    table = [_measure_batch(verifier, drafter, count, drafts, sampling) for count in rows]
+    return StepTimes(
+        tuple(rows),
+        tuple(drafts),
+        tuple(tuple(draft for draft, _ in line) for line in table),
+        tuple(tuple(verify for _, verify in line) for line in table),
+        machine=device_name(verifier.device),
+    )
+
+
+class _Forced(FixedLength):
+    """Drafts as many as it is told to."""
+
+    def __init__(self) -> None:
+        self.drafts = 0
+
+    def draft_tokens(self, limit: int) -> int:
+        return self.drafts
+
+
+@torch.inference_mode()
+def _measure_batch(
+    verifier: Verifier, drafter: Drafter | None, rows: int, drafts: Sequence[int], sampling: SamplingParams
+) -> list[tuple[float, float]]:
+    """(draft seconds, verify seconds) for each number of drafts."""
+    budget = 2 + sum(count + 1 for count in drafts) * (REPEATS + 1)
+    params = replace(sampling, max_new_tokens=budget, ignore_eos=True, stop_token_ids=None)
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(verifier.vocab_size, (rows, CONTEXT), generator=generator).tolist()
+    schedule = _Forced()
+    batch = Batch(verifier, drafter, prompts, params, max(drafts), schedule)
+    batch.prefill(prompts)
+    measured = []
+    for count in drafts:
+        schedule.drafts = count
+        batch.round()  # buffers, caches and kernels of this shape
+        times: list[tuple[float, float]] = []
+        while len(times) < REPEATS and sum(map(sum, times)) < ENOUGH_SECONDS:
+            started = _now(batch.anchor)
+            proposed = batch.propose()
+            drafted = _now(batch.anchor)
+            batch.verify(proposed)
+            times.append((drafted - started, _now(batch.anchor) - drafted))
+        # Without drafts there is nothing to draft but a few tensors to make.
+        draft_seconds = median(draft for draft, _ in times) if count else 0.0
+        measured.append((draft_seconds, median(verify for _, verify in times)))
+    return measured
+
+
+def _now(tensor: Tensor) -> float:
+    if tensor.device.type == "cuda":
+        torch.cuda.synchronize(tensor.device)
+    return time.perf_counter()
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+def _digest(value: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:20]

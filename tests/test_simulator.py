@@ -1,0 +1,137 @@
+"""The load simulator: closed forms, queues, and what must follow from its inputs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from speculators.decoding.step_times import StepTimes
+from speculators.errors import ConfigError, DataError
+from speculators.serving.simulator import Auto, DrafterProfile, Fixed, Scheduler, Simulation, Threshold, make_policy, simulate
+from speculators.serving.workload import Workload
+
+TIMES = StepTimes.affine(8e-3, 4e-5, draft_fixed=1e-3, draft_a_token=2e-6, max_rows=512, max_drafts=7)
+ACCEPTANCE = np.array([[0.885, 0.827, 0.820, 0.834, 0.841, 0.839, 0.828]])  # DFlash on mathematics (DSpark, figure 2)
+INDEPENDENT = DrafterProfile("independent", ACCEPTANCE, TIMES)
+
+
+def spread(rounds: int = 400) -> DrafterProfile:
+    """Rounds of which some are sure and some are not."""
+    generator = np.random.default_rng(0)
+    logits = 0.8 + 2.0 * generator.normal(size=(rounds, 1)) + 0.5 * generator.normal(size=(rounds, 7))
+    return DrafterProfile("spread", 1 / (1 + np.exp(-logits)), TIMES)
+
+
+def closed(users: int, profile: DrafterProfile, policy: str, tokens: int = 1200, requests: int = 3, **options: object) -> Simulation:
+    workload = Workload.closed_loop(users, tokens, requests)
+    return simulate(workload, profile, make_policy(policy, profile, 512), max_batch=512, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("users", "drafts"), [(1, 7), (8, 7), (64, 7), (64, 3), (256, 0)])
+def test_independent_acceptance_and_an_affine_step_time_give_the_closed_form(users: int, drafts: int) -> None:
+    tau = 1 + float(np.cumprod(ACCEPTANCE[0, :drafts]).sum())
+    seconds = 8e-3 + 4e-5 * users * (1 + drafts) + (1e-3 + 2e-6 * users * drafts if drafts else 0)
+    result = closed(users, INDEPENDENT, f"fixed:{drafts}" if drafts else "none", tokens=4000 if users == 1 else 1200)
+    # Rows end inside a block, so a reply of 1200 tokens takes about one round in 250 more.
+    assert result.tokens_per_second == pytest.approx(users * tau / seconds, rel=0.01)
+    assert result.tokens_per_second_a_user == pytest.approx(tau / seconds, rel=0.01)
+    assert result.verified_a_step == drafts and result.mean_batch == pytest.approx(users, rel=0.05)
+
+
+def test_gpus_share_the_users() -> None:
+    one, four = closed(32, INDEPENDENT, "fixed:3", tokens=300), closed(128, INDEPENDENT, "fixed:3", tokens=300, gpus=4)
+    assert four.tokens_per_second == pytest.approx(4 * one.tokens_per_second, rel=0.02)
+    assert four.tokens_per_second_a_user == pytest.approx(one.tokens_per_second_a_user, rel=0.02)
+
+
+def test_light_poisson_load_has_the_latency_of_an_idle_machine_and_heavy_load_queues() -> None:
+    policy = make_policy("none", INDEPENDENT, 4)
+    alone = 100 * (8e-3 + 4e-5)
+    light = simulate(Workload.poisson(0.05, 40, 100, seed=0), INDEPENDENT, policy, max_batch=4)
+    assert light.latency([50])[0] == pytest.approx(alone, rel=0.01)
+    assert light.time_to_first_token([50])[0] == pytest.approx(8.04e-3, rel=0.01)
+    # Four rows of 100 tokens take 0.816 s: 4.9 requests a second is all that such a machine can do.
+    heavy = simulate(Workload.poisson(50.0, 200, 100, seed=0), INDEPENDENT, policy, max_batch=4)
+    assert heavy.tokens_per_second == pytest.approx(4 / (8e-3 + 4 * 4e-5), rel=0.02)
+    assert heavy.latency([99])[0] > 30 * alone and heavy.mean_batch > 3.9
+
+
+def test_bursts_come_together_and_keep_the_rate() -> None:
+    workload = Workload.poisson(10.0, 5000, 20, seed=1, burst=50)
+    assert np.unique(workload.arrival[:50]).size == 1
+    assert 5000 / workload.arrival[-1] == pytest.approx(10.0, rel=0.25)  # a hundred gaps
+    calm = simulate(Workload.poisson(10.0, 800, 20, seed=1), INDEPENDENT, make_policy("none", INDEPENDENT, 8), max_batch=8)
+    bursts = simulate(Workload.poisson(10.0, 800, 20, seed=1, burst=50), INDEPENDENT, make_policy("none", INDEPENDENT, 8), max_batch=8)
+    assert bursts.latency([90])[0] > 2 * calm.latency([90])[0]
+
+
+def test_every_request_is_served_once_in_order_and_never_before_it_came() -> None:
+    workload = Workload.poisson(30.0, 150, 37, seed=2)
+    result = simulate(workload, spread(), make_policy("scheduler", spread(), 16), gpus=3, max_batch=16)
+    assert bool((result.start >= result.arrival).all()) and bool((result.first_token > result.start).all())
+    assert bool((result.finish >= result.first_token).all())
+    np.testing.assert_array_equal(result.arrival, workload.arrival)
+    assert result.tokens_per_second * result.finish.max() == pytest.approx(150 * 37)
+
+
+def test_equal_seeds_repeat_and_others_do_not() -> None:
+    first, second, other = (closed(8, spread(), "fixed:7", tokens=100, seed=seed) for seed in (0, 0, 1))
+    np.testing.assert_array_equal(first.finish, second.finish)
+    assert not np.array_equal(first.finish, other.finish)
+
+
+def test_long_blocks_win_alone_short_ones_in_a_crowd_and_auto_is_never_behind() -> None:
+    for users in (1, 32, 256):
+        speeds = {
+            policy: closed(users, INDEPENDENT, policy, tokens=200).tokens_per_second for policy in ("none", "fixed:3", "fixed:7", "auto")
+        }
+        best = max(value for policy, value in speeds.items() if policy != "auto")
+        assert speeds["auto"] >= 0.98 * best
+    dear = DrafterProfile("dear", ACCEPTANCE * 0.6, StepTimes.affine(1e-3, 1e-3, max_rows=512, max_drafts=7))
+    assert closed(256, dear, "fixed:7", tokens=200).tokens_per_second < closed(256, dear, "none", tokens=200).tokens_per_second
+
+
+def test_confidence_earns_more_where_tokens_are_dear() -> None:
+    profile = spread()
+    speed = {
+        policy: closed(256, profile, policy, tokens=120).tokens_per_second
+        for policy in ("none", "fixed:1", "fixed:3", "fixed:7", "threshold:0.6", "scheduler")
+    }
+    assert speed["scheduler"] > 1.05 * max(value for policy, value in speed.items() if policy.startswith(("fixed", "none")))
+    assert speed["scheduler"] >= 0.99 * speed["threshold:0.6"]
+    padded = closed(256, profile, "scheduler", tokens=120, packed=False).tokens_per_second
+    assert padded < speed["scheduler"], "rows padded to the longest block pay for what they do not verify"
+
+
+def test_ten_thousand_users_are_simulated_in_seconds_of_work() -> None:
+    workload = Workload.closed_loop(10_000, 24, 1)
+    result = simulate(workload, INDEPENDENT, make_policy("fixed:3", INDEPENDENT, 256), gpus=40, max_batch=256)
+    assert len(result.finish) == 10_000 and result.mean_batch > 100
+
+
+def test_policies_are_named_as_they_are_asked_for_and_bad_ones_refused() -> None:
+    names = ["none", "fixed:7", "threshold:0.6", "scheduler", "auto"]
+    made = [make_policy(name, INDEPENDENT, 8) for name in names]
+    assert [policy.name for policy in made] == names
+    assert [type(policy) for policy in made] == [Fixed, Fixed, Threshold, Scheduler, Auto]
+    for bad in ("fixed:8", "fixed:x", "threshold:2", "best", "auto:3", "none:1"):
+        with pytest.raises(ConfigError, match=bad.partition(":")[0]):
+            make_policy(bad, INDEPENDENT, 8)
+
+
+def test_profiles_and_workloads_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="probabilities"):
+        DrafterProfile("x", np.array([[1.2]]), TIMES)
+    with pytest.raises(ConfigError, match="ascending"):
+        Workload(np.array([1.0, 0.5]), np.array([1, 1]))
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"arrival": 2, "output_tokens": 5}\n\n{"arrival": 1, "output_tokens": 7}\n')
+    read = Workload.read(trace)
+    assert read.arrival.tolist() == [1, 2] and read.output_tokens.tolist() == [7, 5]
+    trace.write_text('{"arrival": 2}\n')
+    with pytest.raises(DataError, match="line 1"):
+        Workload.read(trace)
+    with pytest.raises(DataError, match="cannot be read"):
+        Workload.read(tmp_path / "nowhere.jsonl")
