@@ -300,9 +300,12 @@ class DFlash(Speculator):
         rotation: Rotation = self._rotary(inputs.positions.view(-1, 1, slots))
         start, end = torch.zeros_like(cache.lengths)[:, None], cache.lengths[:, None]
         x = self.verifier.embed(inputs.input_ids).to(self.compute_dtype()).view(len(anchor), 1, slots, -1)
+        visible: dict[tuple[bool, int | None], VisibleKeys] = {}
         for index, layer in enumerate(self._decoder_layers()):
             key, value = cache.context(index)
-            causal, window = self._attention_kind(index)
+            causal, window = kind = self._attention_kind(index)
+            if kind not in visible:
+                visible[kind] = visible_blocks(start, end, block_queries=slots, block_keys=slots, causal=causal, window=window)
             attend = partial(
                 block_attention,
                 context_key=key,
@@ -311,6 +314,7 @@ class DFlash(Speculator):
                 context_end=end,
                 causal=causal,
                 window=window,
+                visible=visible[kind],
             )
             x = layer(x, rotation, attend)
         hidden: Tensor = self.norm(x)[:, 0]

@@ -22,7 +22,7 @@ from speculators.decoding.proposal import Observation
 from speculators.errors import ConfigError
 from speculators.kernels.block_attention import attention, block_attention
 from speculators.kernels.hidden_state_scatter import hidden_state_scatter
-from speculators.kernels.visible_keys import VisibleKeys, visible_documents
+from speculators.kernels.visible_keys import VisibleKeys, visible_blocks, visible_documents
 from speculators.registry import Need
 from speculators.speculator import Speculator, VerifierWeights
 from speculators.training.batch import TrainingBatch
@@ -340,13 +340,16 @@ class InputFusion(Speculator):
         The block's keys and values are written to the cache; `ahead` slots past the committed length are read.
         """
         begin, end = torch.zeros_like(start)[:, None], start[:, None]
-        x = hidden[:, None]
+        x, width = hidden[:, None], hidden.shape[1]
+        visible: dict[int | None, VisibleKeys] = {}
         for number, layer in enumerate(self.decoder_layers()):
+            window = self.config.layers.window(number)
+            if window not in visible:
+                visible[window] = visible_blocks(begin, end, block_queries=width, block_keys=width, causal=True, window=window)
 
-            def attend(query: Tensor, key: Tensor, value: Tensor, number: int = number) -> Tensor:
-                context_key, context_value = cache.context(number, ahead)
-                window = self.config.layers.window(number)
-                out = block_attention(query, key, value, context_key, context_value, begin, end, causal=True, window=window)
+            def attend(query: Tensor, key: Tensor, value: Tensor, number: int = number, window: int | None = window) -> Tensor:
+                context = cache.context(number, ahead)
+                out = block_attention(query, key, value, *context, begin, end, causal=True, window=window, visible=visible[window])
                 cache.write(number, start, key[:, 0], value[:, 0])
                 return out
 

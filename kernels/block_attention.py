@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from speculators.kernels.dot import dot
+from speculators.kernels.draft_attention import draft_attention
 from speculators.kernels.visible_keys import VisibleKeys, in_range, visible_blocks
 
 try:
@@ -45,7 +46,8 @@ Implementation = Literal["auto", "reference", "triton"]
 _GROUP_QUERIES = 256
 
 # Up to this many queries a row, the query heads of a key head become more queries; beyond, K and V are repeated instead.
-# Drafting is on one side, training on the other. The kernel does not split a long context, so it serves the latter only.
+# Drafting is on one side, training on the other. The kernel does not split a long context, so it serves the latter only;
+# `draft_attention` does.
 _FEW_QUERIES = 32
 
 # The memory-efficient CUDA kernel wants every stride of the mask to be a multiple of this many elements;
@@ -79,7 +81,8 @@ def attention(
         context_key, context_value: [R, S, Hk, D].
         visible: the keys of each query.
         scale: factor on the scores, positive; 1 / sqrt(D) when None.
-        implementation: "auto" takes the kernel on CUDA for 16-bit inputs and more than a few queries a row.
+        implementation: "auto" takes the kernel on CUDA for 16-bit inputs and more than a few queries a row, and for few queries
+            and no gradient `draft_attention`.
 
     Returns:
         [R, Q, Hq, D] in the query's dtype; zero where a query sees nothing.
@@ -96,6 +99,9 @@ def attention(
         and query.shape[-1] <= 256
     )
     if not use_kernel:
+        few = implementation == "auto" and triton is not None and query.is_cuda and query.shape[1] <= _FEW_QUERIES
+        if few and query.dtype != torch.float64 and query.shape[-1] <= 256 and not torch.is_grad_enabled():
+            return draft_attention(query, block_key, block_value, context_key, context_value, visible, scale=scale)
         return _reference(query, block_key, block_value, context_key, context_value, visible, scale)
     inputs = (x.contiguous() for x in (query, block_key, block_value, context_key, context_value))
     output: Tensor = _BlockAttention.apply(visible, scale, *inputs)  # type: ignore[no-untyped-call]

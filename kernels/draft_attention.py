@@ -1,0 +1,212 @@
+"""Draft attention: few queries a row over a long context, split so that every multiprocessor reads a part of it.
+
+What `block_attention` computes, where a row has a handful of queries (a drafted block, a step of EAGLE-3) and the time goes into
+reading the context once. A program takes the queries of all heads that share a key head, and one chunk of the context or the
+row's block keys; with m and l the running maximum and sum of its scores s = scale q.k,
+
+    partial[c] = sum_j exp(s_j - m_c) v_j,    l_c = sum_j exp(s_j - m_c)
+
+and a second launch adds the chunks up: out = sum_c exp(m_c - M) partial[c] / sum_c exp(m_c - M) l_c, M = max m_c. Chunks beyond a
+row's length are not read, so a cache may be handed over whole.
+"""
+
+# Triton's kernels are typed by what they are launched with.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from speculators.kernels.dot import dot
+from speculators.kernels.visible_keys import VisibleKeys
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # no build for this platform: the reference serves it
+    triton = None
+
+__all__ = ["draft_attention"]
+
+_CHUNK = 256  # context keys of a program
+_KEYS = 64  # of one step of it, half as many in float32
+_QUERIES = 64  # queries of a program, those of all heads of a key head together
+
+
+# -- the definition ----------------------------------------------------------------------------------------------
+
+
+def _reference(
+    query: Tensor, block_key: Tensor, block_value: Tensor, context_key: Tensor, context_value: Tensor, visible: VisibleKeys, scale: float
+) -> Tensor:
+    """Plain PyTorch on any device, in float32 or float64."""
+    accurate = torch.promote_types(query.dtype, torch.float32)
+    key, value = (torch.cat(pair, dim=1).to(accurate) for pair in ((context_key, block_key), (context_value, block_value)))
+    groups = query.shape[2] // key.shape[2]
+    key, value = (x.repeat_interleave(groups, dim=2) for x in (key, value))
+    table = visible.table(context_key.shape[1], block_key.shape[1])
+    scores = torch.einsum("rqhd,rkhd->rhqk", query.to(accurate), key) * scale
+    weights = scores.masked_fill(~table[:, None], float("-inf")).softmax(-1).nan_to_num(0.0)
+    return torch.einsum("rhqk,rkhd->rqhd", weights, value).to(query.dtype)
+
+
+# -- the kernels -------------------------------------------------------------------------------------------------
+
+if triton is not None:
+
+    @triton.jit
+    def _attend(
+        q, key, value, key_stride, value_stride, first, last, start, end, scale, largest, total, acc,
+        size, KEYS: tl.constexpr, SIZE: tl.constexpr,
+    ):  # fmt: skip
+        """Go on over keys `first` to `last`, of which a query sees those from `start` to `end`."""
+        d = tl.arange(0, SIZE)
+        for at in range(first, last, KEYS):
+            j = at + tl.arange(0, KEYS)
+            inside = (j < last)[:, None] & (d < size)[None, :]
+            k = tl.load(key + j.to(tl.int64)[:, None] * key_stride + d[None, :], mask=inside, other=0.0)
+            v = tl.load(value + j.to(tl.int64)[:, None] * value_stride + d[None, :], mask=inside, other=0.0)
+            seen = (j[None, :] >= start[:, None]) & (j[None, :] < end[:, None]) & (j < last)[None, :]
+            scores = tl.where(seen, dot(q, tl.trans(k)) * scale, float("-inf"))
+            top = tl.maximum(largest, tl.max(scores, 1))
+            weights = tl.exp(scores - top[:, None])
+            shrink = tl.exp(largest - top)
+            total = total * shrink + tl.sum(weights, 1)
+            acc = acc * shrink[:, None] + dot(weights.to(v.dtype), v)
+            largest = top
+        return largest, total, acc
+
+    @triton.jit
+    def _chunk_kernel(
+        query, block_key, block_value, context_key, context_value,
+        context_start, context_end, block_start, block_end,  # [R, Q] int32
+        partial,  # [R, Hk, splits, G * Q, D] float32
+        largest_out,  # [R, Hk, splits, G * Q] float32
+        total_out,
+        queries, groups, context_keys, block_keys, size, scale, splits,
+        query_row, query_stride, query_head, block_key_row, block_key_stride, block_key_head, block_value_row, block_value_stride,
+        block_value_head, context_key_row, context_key_stride, context_key_head, context_value_row, context_value_stride,
+        context_value_head,
+        CHUNK: tl.constexpr, KEYS: tl.constexpr, QUERIES: tl.constexpr, SIZE: tl.constexpr,
+    ):  # fmt: skip
+        """One program a row, key head, chunk and block of queries; the last chunk is the row's block keys."""
+        row = (tl.program_id(0) // splits).to(tl.int64)
+        split = tl.program_id(0) % splits
+        head = tl.program_id(1)
+        heads = tl.num_programs(1)
+        index = tl.program_id(2) * QUERIES + tl.arange(0, QUERIES)
+        here = index < groups * queries
+        q_at = index % queries
+        d = tl.arange(0, SIZE)
+        source = query + row * query_row + q_at[:, None] * query_stride + (head * groups + index // queries)[:, None] * query_head
+        q = tl.load(source + d[None, :], mask=here[:, None] & (d < size)[None, :], other=0.0)
+        largest = tl.full((QUERIES,), -1.0e30, tl.float32)  # finite, so that exp(-inf - largest) is 0 and never NaN
+        total = tl.zeros((QUERIES,), tl.float32)
+        acc = tl.zeros((QUERIES, SIZE), tl.float32)
+        if split == splits - 1:
+            start = tl.load(block_start + row * queries + q_at, mask=here, other=0)
+            end = tl.load(block_end + row * queries + q_at, mask=here, other=0)
+            largest, total, acc = _attend(
+                q, block_key + row * block_key_row + head * block_key_head, block_value + row * block_value_row + head * block_value_head,
+                block_key_stride, block_value_stride, 0, block_keys, start, end, scale, largest, total, acc, size, KEYS, SIZE,
+            )  # fmt: skip
+        else:
+            start = tl.load(context_start + row * queries + q_at, mask=here, other=0)
+            end = tl.load(context_end + row * queries + q_at, mask=here, other=0)
+            first = tl.maximum(split * CHUNK, tl.min(tl.where(here & (end > start), start, context_keys), 0) // KEYS * KEYS)
+            last = tl.minimum(tl.minimum(split * CHUNK + CHUNK, context_keys), tl.max(tl.where(here & (end > start), end, 0), 0))
+            largest, total, acc = _attend(
+                q, context_key + row * context_key_row + head * context_key_head,
+                context_value + row * context_value_row + head * context_value_head,
+                context_key_stride, context_value_stride, first, last, start, end, scale, largest, total, acc, size, KEYS, SIZE,
+            )  # fmt: skip
+        out = ((row * heads + head) * splits + split) * (groups * queries) + index
+        tl.store(largest_out + out, largest, mask=here)
+        tl.store(total_out + out, total, mask=here)
+        tl.store(partial + out[:, None] * size + d[None, :], acc, mask=here[:, None] & (d < size)[None, :])
+
+    @triton.jit
+    def _sum_kernel(partial, largest, total, out, queries, groups, heads, size, splits, SPLITS: tl.constexpr, SIZE: tl.constexpr):
+        """One program a row, query and query head: the chunks' sum, zero where a query sees nothing."""
+        at = tl.program_id(0).to(tl.int64)  # of [R, Q, Hk * G]
+        query_head = at % (heads * groups)
+        query = at // (heads * groups) % queries
+        row = at // (heads * groups) // queries
+        split = tl.arange(0, SPLITS)
+        d = tl.arange(0, SIZE)
+        index = ((row * heads + query_head // groups) * splits + split) * (groups * queries) + query_head % groups * queries + query
+        inside = split < splits
+        m = tl.load(largest + index, mask=inside, other=-1.0e30)
+        weight = tl.where(inside, tl.exp(m - tl.max(m, 0)), 0.0)
+        sums = tl.sum(weight * tl.load(total + index, mask=inside, other=0.0), 0)
+        parts = tl.load(partial + index[:, None] * size + d[None, :], mask=inside[:, None] & (d < size)[None, :], other=0.0)
+        result = tl.sum(parts * weight[:, None], 0) / tl.maximum(sums, 1.0e-30)
+        tl.store(out + at * size + d, result.to(out.dtype.element_ty), mask=d < size)
+
+
+def _unit_stride(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _kernel(
+    query: Tensor, block_key: Tensor, block_value: Tensor, context_key: Tensor, context_value: Tensor, visible: VisibleKeys, scale: float
+) -> Tensor:
+    query, block_key, block_value, context_key, context_value = map(
+        _unit_stride, (query, block_key, block_value, context_key, context_value)
+    )
+    rows, queries, query_heads, size = query.shape
+    heads, context_keys = context_key.shape[2], context_key.shape[1]
+    groups = query_heads // heads
+    splits = triton.cdiv(context_keys, _CHUNK) + 1
+    size_block = max(16, triton.next_power_of_2(size))
+    block = min(_QUERIES, max(16, triton.next_power_of_2(groups * queries)))
+    partial = torch.empty(rows, heads, splits, groups * queries, size, dtype=torch.float32, device=query.device)
+    largest, total = torch.empty(2, rows, heads, splits, groups * queries, dtype=torch.float32, device=query.device)
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    strides = [x.stride(axis) for x in (query, block_key, block_value, context_key, context_value) for axis in (0, 1, 2)]
+    with torch.cuda.device_of(query):
+        _chunk_kernel[(rows * splits, heads, triton.cdiv(groups * queries, block))](
+            query, block_key, block_value, context_key, context_value,
+            visible.context_start, visible.context_end, visible.block_start, visible.block_end, partial, largest, total,
+            queries, groups, context_keys, block_key.shape[1], size, scale, splits, *strides,
+            CHUNK=_CHUNK, KEYS=_KEYS // max(1, query.element_size() // 2), QUERIES=block, SIZE=size_block, num_warps=4, num_stages=2,
+        )  # fmt: skip
+        _sum_kernel[(rows * queries * query_heads,)](
+            partial, largest, total, out, queries, groups, heads, size, splits,
+            SPLITS=triton.next_power_of_2(splits), SIZE=size_block, num_warps=2,
+        )  # fmt: skip
+    return out
+
+
+# -- the public function -----------------------------------------------------------------------------------------
+
+
+def draft_attention(
+    query: Tensor,
+    block_key: Tensor,
+    block_value: Tensor,
+    context_key: Tensor,
+    context_value: Tensor,
+    visible: VisibleKeys,
+    *,
+    scale: float,
+    implementation: Literal["reference", "triton"] = "triton",
+) -> Tensor:
+    """Attention of few queries over their ranges of context and block keys; forward only. `block_attention` picks it.
+
+    Sums are float32 (float64 in float64); no host synchronisation, and no shape that depends on data.
+
+    Args:
+        query: [R, Q, Hq, D]; query head h reads key head h // (Hq / Hk).
+        block_key, block_value: [R, U, Hk, D].
+        context_key, context_value: [R, S, Hk, D], any strides but that of the last axis.
+        visible: the keys of each query.
+        scale: factor on the scores.
+        implementation: the kernels or their definition.
+
+    Returns:
+        [R, Q, Hq, D] in the query's dtype; zero where a query sees nothing.
+    """
+    run = _kernel if implementation == "triton" else _reference
+    return run(query, block_key, block_value, context_key, context_value, visible, scale)
