@@ -19,7 +19,7 @@ from torch import Tensor
 from speculators.decoding.arguments import AUTO, check_draft_tokens, check_prompts, choose_schedule
 from speculators.decoding.calibration import calibration_for
 from speculators.decoding.graph import LENGTH_MULTIPLE, GraphedRounds, StaticState, reusable
-from speculators.decoding.length_schedules import FixedLength, LengthSchedule
+from speculators.decoding.length_schedules import LengthSchedule
 from speculators.decoding.proposal import Drafter, Observation, Proposal
 from speculators.decoding.rejection import Acceptance, accept_greedy
 from speculators.decoding.sampling import MAX_ELEMENTS, RoundSampler, SamplingParams, penalised, probabilities
@@ -243,7 +243,7 @@ class Batch:
     def verify(self, drafts: Drafts) -> RoundResult:
         """The half of a round after drafting: verify, accept, observe."""
         block = torch.cat([self.anchor[:, None], drafts.token_ids], dim=1)
-        output = self.verifier.forward(block, self.cache, self.taps, static_length=self._static_length)
+        output = self.verifier.forward(block, self.cache, self.taps, static_length=self._read_length(block.shape[1]))
         acceptance = self._accept(output.last_hidden_state, drafts)
 
         next_token = acceptance.next_token[:, None]
@@ -257,6 +257,12 @@ class Batch:
         self.longest += block.shape[1]
         self._observe(block, tokens, output.hidden_states, start, counts)
         return result
+
+    def _read_length(self, width: int) -> int | None:
+        """Cached positions that the verifier's attention reads; None lets the cache ask the device, which is free on the CPU alone."""
+        if self._static_length is not None or self.verifier.device.type == "cpu":
+            return self._static_length
+        return min(self.longest + width, self.cache.max_length)
 
     def propose(self) -> Drafts:
         """Ask the drafter for as many drafts as the schedule wants; cut them by it, and so that no row can exceed its budget."""
@@ -413,9 +419,9 @@ def prepare(
 ) -> Batch:
     """A batch for the prompts. On CUDA one whose rounds are graphs, and which calls of the same shapes use again.
 
-    A schedule that reads confidences on the host, or learns, runs eagerly.
+    A schedule that reads confidences runs eagerly; one that only chooses how much to draft has a graph for each length.
     """
-    if verifier.device.type != "cuda" or type(schedule) is not FixedLength:
+    if verifier.device.type != "cuda" or schedule.needs_confidence:
         return Batch(verifier, drafter, prompts, sampling, draft_tokens, schedule)
     max_length = -(-longest_row(prompts, sampling, draft_tokens) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
 
@@ -426,6 +432,7 @@ def prepare(
 
     key = (id(drafter), len(prompts), max_length, sampling, draft_tokens)
     batch = reusable(verifier.prepared_batches, key, make)
+    batch.schedule = schedule
     batch.state.reset()
     return batch
 

@@ -43,6 +43,7 @@ class LengthSchedule(Protocol):
 
         Whether draft k of a row is among them must not depend on its token, hence not on the row's confidence k + 1 or a
         later one. Called several times in a round, with the confidences of the first drafts, where drafting can stop early.
+        A schedule that needs no confidence makes the same of `available` in every round: on CUDA the round is a graph.
 
         Args:
             confidence: [rows, k] float32, calibrated where the checkpoint is; None where `needs_confidence` is False.
