@@ -62,8 +62,9 @@ class Meters:
                 weight.copy_(denominator)
 
     def _parts(self) -> dict[str, Tensor]:
+        """Sums by name, in an order that does not depend on which came first: the processes must agree on it."""
         named = {}
-        for name, (total, weight) in self._sums.items():
+        for name, (total, weight) in sorted(self._sums.items()):
             named[f"{name}.numerator"] = total
             if weight is not None:
                 named[f"{name}.denominator"] = weight
@@ -80,7 +81,7 @@ class Meters:
         values = (world or World()).sum_(torch.cat([part.flatten() for part in parts])).tolist()
         readings: dict[str, Reading] = {}
         at = 0
-        for name, (total, weight) in self._sums.items():
+        for name, (total, weight) in sorted(self._sums.items()):
             size = total.numel()
             numerators = values[at : at + size]
             at += size

@@ -112,10 +112,9 @@ class RunFolder:
         matches = (_STEP_FOLDER.fullmatch(folder.parent.name) for folder in (self.path / CHECKPOINTS).glob(f"step-*/{STATE_FILE}"))
         return sorted(int(match[1]) for match in matches if match)
 
-    def newest(self) -> Path | None:
-        """The last checkpoint. Found by its step: a process may die between writing it and moving the link."""
-        steps = self.steps()
-        return self.checkpoint(steps[-1]) if steps else None
+    def newest_step(self) -> int:
+        """Step of the last checkpoint, -1 where there is none. Not what `latest` says: a process may die before it moves the link."""
+        return max(self.steps(), default=-1)
 
     @contextmanager
     def writing(self, step: int) -> Iterator[Path]:

@@ -47,7 +47,7 @@ class Sharding:
         padded = first.new_zeros((chunk, *first.shape[1:]))
         padded[: first.shape[0]] = first
         full = first.new_empty((self.world.size * chunk, *first.shape[1:]))
-        dist.all_gather_into_tensor(full, padded)
+        dist.all_gather(list(full.split(chunk)), padded)
         return full[:rows].movedim(0, dim)
 
 

@@ -365,12 +365,14 @@ class Trainer:
                 raise ConfigError("resume needs an output folder that holds the run to continue")
             return None
         folder.check()
-        newest = folder.newest()
+        # One process looks: another may come before a file system shows it what the first one wrote.
+        (step,) = self._world.largest(folder.newest_step() if self._world.is_main else -1)
+        newest = folder.checkpoint(int(step)) if step >= 0 else None
         if newest is not None and not resume:
             raise ConfigError(
                 f"{folder.path} already holds a training run; pass resume=True (--resume) to continue it, or name another folder"
             )
-        if newest is None and resume:
+        if newest is None and resume and self._world.is_main:
             logger.warning("there is no checkpoint in %s to resume: a new run starts at step 0", folder.path)
         return StoredState.read(newest) if newest is not None else None
 
@@ -399,6 +401,7 @@ class Trainer:
             if best.value is not None and best.step == self.step:
                 folder.link(BEST, best.step)
             folder.prune(config.keep_checkpoints, best.step if best.value is not None else None)
+        self._world.wait()
 
     def _check_disk(self) -> None:
         if self._files_of_main() is not None and self._folder is not None:
