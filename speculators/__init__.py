@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from speculators.decoding.sampling import SamplingParams
     from speculators.evaluation.evaluate import EvaluationSettings, PromptSet, evaluate
     from speculators.registry import get_algorithm, register_algorithm
+    from speculators.serving.config import speculative_config
     from speculators.speculator import Speculator
     from speculators.verifier import Verifier
 
@@ -31,6 +32,7 @@ _HOMES = {
     "SamplingParams": "speculators.decoding.sampling",
     "register_algorithm": "speculators.registry",
     "get_algorithm": "speculators.registry",
+    "speculative_config": "speculators.serving.config",
     "evaluate": "speculators.evaluation.evaluate",
     "EvaluationSettings": "speculators.evaluation.evaluate",
     "PromptSet": "speculators.evaluation.evaluate",
@@ -47,6 +49,7 @@ __all__ = [
     "generate",
     "get_algorithm",
     "register_algorithm",
+    "speculative_config",
 ]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from speculators.cli import calibrate, convert, data, demo, evaluate, generate, inspect, methods, serve, train
+from speculators.cli import calibrate, convert, data, demo, evaluate, generate, inspect, methods, parity, serve, train
 from speculators.errors import SpeculatorsError
 
 
@@ -40,6 +40,7 @@ app.command("calibrate")(calibrate.calibrate)
 app.command("inspect")(inspect.inspect)
 app.command("convert")(convert.convert)
 app.command("serve", context_settings=serve.CONTEXT)(serve.serve)
+app.command("parity")(parity.parity)
 
 
 if __name__ == "__main__":

@@ -32,8 +32,18 @@ class MarkovSpeculator(DSparkSpeculator):  # type: ignore[misc]
             embedded.append(head.markov_w1(previous))
             factors, state = head.step(previous, steps[:, step], state)
             slot = logits[:, step] + head.bias(factors)
-            previous = self._sample_logits(slot, requests[:, step], positions[:, step], step)
+            previous = self._draw(slot, requests[:, step], positions[:, step], step)
             self.draft_tokens[:num_reqs, step] = previous
-        if self.use_confidence_head:
+        if getattr(self, "use_confidence_head", False):
             confidence = self.model.compute_confidence(hidden, torch.stack(embedded, dim=1).flatten(0, 1))
             self.draft_token_confidence_probs[:num_reqs] = confidence.view(num_reqs, count)
+
+    def _draw(self, logits: Tensor, requests: Tensor, positions: Tensor, step: int) -> Tensor:
+        """Draw one slot of every request as vLLM does; 0.26 has no function for it."""
+        if hasattr(self, "_sample_logits"):
+            drawn: Tensor = self._sample_logits(logits, requests, positions, step)
+            return drawn
+        if self.draft_logits is not None:
+            raise NotImplementedError("probabilistic drafts with this sequential head need vLLM 0.32; draft greedily")
+        greedy: Tensor = self.model.map_draft_to_target(logits.argmax(dim=-1))
+        return greedy

@@ -22,10 +22,11 @@ from collections.abc import Callable
 from typing import Any
 
 from speculators.registry import Algorithm, algorithms
+from speculators.serving.cpu_repairs import repair_cpu
 from speculators.serving.translation import translate
 
 _logger = logging.getLogger("vllm.speculators")
-_DONE = "_speculators_plugin"  # marks what is replaced already
+DONE = "_speculators_plugin"  # marks what is replaced already
 
 
 def register() -> None:
@@ -36,6 +37,7 @@ def register() -> None:
         _complete_configs(registered)
         _add_models(registered)
         _add_speculators(registered)
+        repair_cpu()
     except ImportError as error:
         _logger.warning("the speculators plugin found no vLLM that it knows (%s): only what vLLM serves by itself will work", error)
 
@@ -51,7 +53,7 @@ def _accept_method_strings() -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     create = EngineArgs.create_speculative_config
-    if hasattr(create, _DONE):
+    if hasattr(create, DONE):
         return
 
     @functools.wraps(create)
@@ -66,7 +68,7 @@ def _accept_method_strings() -> None:
             self.additional_config = {**(self.additional_config or {}), **extra}
         return create(self, *args, **kwargs)
 
-    setattr(create_translated, _DONE, True)
+    setattr(create_translated, DONE, True)
     EngineArgs.create_speculative_config = create_translated
 
 
@@ -76,7 +78,7 @@ def _complete_configs(registered: dict[str, Algorithm]) -> None:
 
     for name, algorithm in registered.items():
         complete = algorithm.serving.plugin.complete
-        if complete is not None and name in updaters and not hasattr(updaters[name], _DONE):
+        if complete is not None and name in updaters and not hasattr(updaters[name], DONE):
             updaters[name] = _completed(updaters[name], complete)
 
 
@@ -86,7 +88,7 @@ def _completed(update: Callable[..., None], complete: Callable[[dict[str, Any], 
         update(config_dict=config_dict, pre_trained_config=pre_trained_config)
         complete(config_dict, pre_trained_config)
 
-    setattr(both, _DONE, True)
+    setattr(both, DONE, True)
     return both
 
 
@@ -105,7 +107,7 @@ def _add_speculators(registered: dict[str, Algorithm]) -> None:
     from vllm.v1.worker.gpu import spec_decode
 
     init = spec_decode.init_speculator
-    if hasattr(init, _DONE):
+    if hasattr(init, DONE):
         return
 
     @functools.wraps(init)
@@ -113,7 +115,7 @@ def _add_speculators(registered: dict[str, Algorithm]) -> None:
         name = classes.get(vllm_config.speculative_config.method)
         return init(vllm_config, device, *args, **kwargs) if name is None else load(name)(vllm_config, device)
 
-    setattr(init_ours, _DONE, True)
+    setattr(init_ours, DONE, True)
     spec_decode.init_speculator = init_ours
     runner = sys.modules.get("vllm.v1.worker.gpu.model_runner")
     if runner is not None:  # it was imported before, and holds the function under its own name

@@ -21,6 +21,7 @@ from vllm import SamplingParams as VllmSampling
 
 from speculators import SamplingParams, Speculator, Verifier, generate
 from speculators.data.rows import Conversation, pack
+from speculators.serving.parity import WatchedDrafter
 from speculators.serving.rounds import ServedRound, recorded_rounds
 from speculators.training.config import TrainingConfig
 from speculators.training.trainer import train
@@ -145,31 +146,9 @@ def answer(llm: LLM, token_ids: list[list[int]], tokens: int = REPLY_TOKENS) -> 
     )
 
 
-class Watched:
-    """A drafter whose every proposal is noted: (tokens known, drafts) of each row."""
-
-    def __init__(self, inner: Speculator, rows: int) -> None:
-        self.inner = inner
-        self.proposals: list[dict[int, tuple[int, ...]]] = [{} for _ in range(rows)]
-        self.known: list[int] = [0] * rows
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-    def observe(self, state: Any, observation: Any) -> None:
-        self.known = (observation.start + observation.counts + 1).tolist()  # the anchor is known too
-        self.inner.observe(state, observation)
-
-    def propose(self, state: Any, anchor: Any, sampler: Any, num_draft_tokens: int) -> Any:
-        proposal = self.inner.propose(state, anchor, sampler, num_draft_tokens)
-        for row, drafts in enumerate(proposal.token_ids.tolist()):
-            self.proposals[row].setdefault(self.known[row], tuple(drafts))
-        return proposal
-
-
 def our_rounds(name: str) -> tuple[list[dict[int, tuple[int, ...]]], list[list[int]]]:
     """Our engine's drafts by tokens known, and the accepted counts of every round, for each prompt."""
-    watched = Watched(drafter(name), len(prompts()))
+    watched = WatchedDrafter(drafter(name), len(prompts()))
     generation = generate(verifier(), watched, prompts(), SAMPLING)
     assert generation.token_ids == replies()
     return watched.proposals, [[one.accepted for one in of_row] for of_row in generation.rounds]
