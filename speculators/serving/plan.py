@@ -146,10 +146,11 @@ def plan(
 
 def _sound_config(checkpoint: str | Path) -> SpeculatorConfig:
     """The configuration of a checkpoint in which no rule is broken."""
+    config = read_config(checkpoint)  # first: that a folder is no checkpoint at all explains more than what it lacks
     problems = inspect(checkpoint).problems
     if problems:
         raise CheckpointError(problems[0] + (f" (the first of {len(problems)} problems)" if len(problems) > 1 else ""))
-    return read_config(checkpoint)
+    return config
 
 
 def _require_plugin(need: Need, usable: bool) -> None:
