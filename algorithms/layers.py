@@ -22,6 +22,7 @@ from speculators.config import LayerConfig
 from speculators.decoding.proposal import Observation
 from speculators.errors import ConfigError
 from speculators.kernels.draft_inputs import DraftInputs, draft_inputs
+from speculators.kernels.head_rotation import rotate_heads
 
 # (query, key, value) of the layer's own tokens -> attention output, all [..., heads, head_dim]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -36,10 +37,7 @@ class Rotation:
 
     def apply(self, x: Tensor) -> Tensor:
         """Rotate [..., heads, head_dim] (the half-split convention of Llama and Qwen)."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        first, second = wide.chunk(2, dim=-1)
-        rotated = torch.cat([-second, first], dim=-1)
-        return (wide * self.cosine + rotated * self.sine).to(x.dtype)
+        return rotate_heads(x, self.cosine, self.sine)
 
 
 class RotaryEmbedding:
@@ -122,8 +120,14 @@ class Attention(nn.Module):
 
     def key_value(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """[..., input] -> keys (rotated) and values, [..., key/value heads, head_dim]."""
-        key = self._heads(self.k_proj(x))
-        return rotation.apply(key if self.k_norm is None else self.k_norm(key)), self._heads(self.v_proj(x))
+        return self._rotated(self._heads(self.k_proj(x)), self.k_norm, rotation), self._heads(self.v_proj(x))
+
+    @staticmethod
+    def _rotated(heads: Tensor, norm: RMSNorm | None, rotation: Rotation) -> Tensor:
+        if norm is None:
+            return rotation.apply(heads)
+        assert norm.eps is not None
+        return rotate_heads(heads, rotation.cosine, rotation.sine, norm.weight, norm.eps)
 
 
 class FeedForward(nn.Module):
