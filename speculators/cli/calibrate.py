@@ -56,7 +56,7 @@ def calibrate(
     """
     check_json_path(json)
     if plots is not None:
-        _check_plots(plots)
+        check_plots(plots)
     temperatures = sorted(set(temperature or (0.0, 1.0)))
     if temperatures[0] < 0:
         raise ConfigError(f"--temperature {temperatures[0]:g} must be 0 (greedy) or positive")
@@ -146,7 +146,13 @@ def calibrate(
     )
 
 
-def _check_plots(folder: Path) -> None:
+def check_plots(folder: Path) -> None:
+    """Make the folder for figures, before any work is done for them.
+
+    Raises:
+        ConfigError: matplotlib is missing.
+        DataError: the folder cannot be used.
+    """
     from importlib.util import find_spec
 
     from speculators.files import check_output_folder, make_folder

@@ -10,6 +10,7 @@ import typer
 from speculators.cli.common import (
     DEFAULT_VERIFIER,
     DeviceOption,
+    DraftTokensOption,
     DtypeOption,
     JsonOption,
     SeedOption,
@@ -17,6 +18,7 @@ from speculators.cli.common import (
     check_json_path,
     load_drafter,
     load_verifier,
+    parse_draft_tokens,
     write_json,
 )
 from speculators.errors import DataError
@@ -26,7 +28,7 @@ def evaluate(
     prompts: Annotated[list[Path], typer.Option(help="Prompt file (JSON lines with id and turns); repeat for several.")],
     verifier: VerifierOption = DEFAULT_VERIFIER,
     speculator: Annotated[list[str] | None, typer.Option(help="Drafter checkpoint; repeat for several.")] = None,
-    k: Annotated[int | None, typer.Option("--k", help="Draft tokens a round. Default: each drafter's own.")] = None,
+    k: DraftTokensOption = None,
     max_new_tokens: Annotated[int, typer.Option(help="Token budget a prompt.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy; only then is identity checked.")] = 0.0,
     batch_size: Annotated[int, typer.Option(help="Prompts decoded together.")] = 1,
@@ -51,10 +53,12 @@ def evaluate(
     from speculators.evaluation.report import remarks, terminal_tables
     from speculators.evaluation.runs import save_runs
 
+    draft_tokens = parse_draft_tokens(k)
     settings = EvaluationSettings(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
-        num_draft_tokens=k,
+        num_draft_tokens=None if isinstance(draft_tokens, str) else draft_tokens,
+        auto_length=draft_tokens == "auto",
         batch_size=batch_size,
         confidence_threshold=confidence_threshold,
         seed=seed,
@@ -78,7 +82,7 @@ def evaluate(
         on_progress=lambda text: progress.print(text, style="dim"),
     )
     console = Console()
-    title = f"{verifier}, T = {temperature:g}, {dtype}, batch {batch_size}"
+    title = f"{verifier}, T = {temperature:g}, {dtype}, batch {batch_size}" + (", K auto" if settings.auto_length else "")
     console.print(*terminal_tables(evaluation.rows, title), sep="\n")
     for sentence in remarks(evaluation.rows):
         console.print(sentence)
@@ -94,6 +98,7 @@ def evaluate(
             "max_new_tokens": max_new_tokens,
             "batch_size": batch_size,
             "seed": seed,
+            "auto_length": settings.auto_length,
             "rows": evaluation.rows,
         },
     )

@@ -7,7 +7,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from speculators.cli import calibrate, convert, data, demo, evaluate, generate, inspect, methods, parity, serve, train
+from speculators.cli import calibrate, convert, data, demo, evaluate, generate, inspect, methods, parity, serve, simulate, train
 from speculators.errors import SpeculatorsError
 
 
@@ -37,6 +37,7 @@ app.command("train")(train.train)
 app.command("generate")(generate.generate)
 app.command("evaluate")(evaluate.evaluate)
 app.command("calibrate")(calibrate.calibrate)
+app.command("simulate")(simulate.simulate)
 app.command("inspect")(inspect.inspect)
 app.command("convert")(convert.convert)
 app.command("serve", context_settings=serve.CONTEXT)(serve.serve)

@@ -21,6 +21,8 @@ from speculators.evaluation.calibration import (
 )
 from speculators.evaluation.calibration_records import CalibrationPrompt, Records
 
+# Validation rounds whose calibrated confidences the JSON keeps, for the load simulator.
+SAMPLE = 256
 # Of few rounds the calibration error is a step function of T, and its minimum chance.
 MIN_ROUNDS = 1000
 
@@ -36,6 +38,7 @@ class CalibrationResult:
         raw, temperatures_only, calibrated: [K] quality of the prefix probabilities on the validation rounds: as they come, after
             the paper's Sequential Temperature Scaling, and after what is stored, which has offsets too. For a drafter without
             confidence all come from measured acceptance, the same for every round.
+        sample: calibrated confidences of whole validation rounds, [at most SAMPLE][K], evenly spread over them.
     """
 
     calibration: Calibration
@@ -45,6 +48,7 @@ class CalibrationResult:
     raw: tuple[PositionQuality, ...]
     temperatures_only: tuple[PositionQuality, ...]
     calibrated: tuple[PositionQuality, ...]
+    sample: tuple[tuple[float, ...], ...]
 
     @property
     def mean_ece(self) -> dict[str, float]:
@@ -102,6 +106,7 @@ def _result(fit: Records, judged: Records, domain: str, source: ConfidenceSource
     if source == "none":
         scaling: list[float] = []
         offset: list[float] = []
+        conditional = np.broadcast_to(np.asarray(acceptance), judged.confidence.shape)[:1]
         sides = [np.broadcast_to(np.cumprod(acceptance), judged.confidence.shape)] * 3
     else:
         logits = logits_of(fit.confidence)
@@ -109,6 +114,9 @@ def _result(fit: Records, judged: Records, domain: str, source: ConfidenceSource
         scaling, offset = fit_sequential_scaling(logits, fit.accepted, fit.observed)
         unseen = logits_of(judged.confidence)
         sides = [prefix_probabilities(unseen, t, b) for t, b in (([1.0] * len(scaling), (0.0,)), (temperatures, (0.0,)), (scaling, offset))]
+        whole = sides[-1][judged.observed == judged.confidence.shape[1]]
+        kept = whole[np.unique(np.linspace(0, len(whole) - 1, SAMPLE).round().astype(int))] if len(whole) else whole
+        conditional = kept / np.concatenate([np.ones((len(kept), 1)), kept[:, :-1]], axis=1)
     raw, temperatures_only, calibrated = (tuple(quality_by_position(side, judged.accepted, judged.observed)) for side in sides)
     rounded = (tuple(round(value, 6) for value in values) for values in (scaling, offset, acceptance))
     return CalibrationResult(
@@ -119,6 +127,7 @@ def _result(fit: Records, judged: Records, domain: str, source: ConfidenceSource
         raw=raw,
         temperatures_only=temperatures_only,
         calibrated=calibrated,
+        sample=tuple(tuple(round(float(value), 4) for value in line) for line in conditional),
     )
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from speculators.decoding.engine import generate
+from speculators.decoding.engine import AUTO, generate
 from speculators.decoding.prompt_lookup import PromptLookup
 from speculators.decoding.proposal import Drafter
 from speculators.decoding.sampling import SamplingParams
@@ -65,9 +65,10 @@ class EvaluationSettings:
         temperature: 0 is greedy; only then is identity to plain decoding checked.
         num_draft_tokens: K; None takes each drafter's own default, and the largest of those for prompt lookup.
         batch_size: prompts decoded together.
-        confidence_threshold: cut a block before its first slot below it; every drafter but prompt lookup then needs a
-            confidence head.
+        confidence_threshold: cut a block before its first slot below it; not used for prompt lookup, which
+            has no confidence.
         seed: of sampling.
+        auto_length: every round's length is chosen, up to K = each drafter's default; see `engine.generate`.
     """
 
     max_new_tokens: int = 128
@@ -76,8 +77,13 @@ class EvaluationSettings:
     batch_size: int = 1
     confidence_threshold: float = 0.0
     seed: int = 0
+    auto_length: bool = False
 
     def __post_init__(self) -> None:
+        if self.auto_length and (self.num_draft_tokens is not None or self.confidence_threshold > 0):
+            raise ConfigError(
+                "k auto chooses the lengths of blocks: give neither a number of draft tokens nor a confidence threshold with it"
+            )
         if self.max_new_tokens < 2:
             raise ConfigError(
                 f"max_new_tokens {self.max_new_tokens} leaves nothing to draft: the first token comes from the prompt, use 2 or more"
@@ -192,7 +198,7 @@ def decode(verifier: Verifier, drafter: Drafter | None, prompts: PromptSet, sett
             drafter,
             prompts.token_ids[start : start + settings.batch_size],
             sampling,
-            num_draft_tokens=num_draft_tokens if drafter is not None else None,
+            num_draft_tokens=None if drafter is None else AUTO if settings.auto_length else num_draft_tokens,
             confidence_threshold=settings.confidence_threshold if drafter is not None else 0.0,
         )
         decoded.token_ids.extend(generation.token_ids)

@@ -207,6 +207,7 @@ class _Gpu:
     left: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     queue: deque[int] = field(default_factory=deque)
     running: bool = False  # a step is under way
+    width: int = 0  # rows that a step computes
 
     @property
     def load(self) -> int:
@@ -224,8 +225,8 @@ def simulate(
         policy: how long blocks are.
         gpus: each with the whole model.
         max_batch: most rows of a GPU's batch.
-        packed: the server verifies exactly the chosen drafts of each row (vLLM); otherwise all rows to the longest length, as this
-            library's engine does.
+        packed: the server verifies exactly the chosen drafts of each row, and rows come and go (vLLM). Otherwise, as in this
+            library's engine, all rows to the longest length, and finished rows stay until the batch is done.
         seed: of the acceptances.
 
     Raises:
@@ -259,12 +260,14 @@ def simulate(
         """Join the queue's head to the batch and start a step, if there are rows."""
         nonlocal verified
         gpu = cluster[index]
-        joining = [gpu.queue.popleft() for _ in range(min(len(gpu.queue), max_batch - len(gpu.request)))]
+        room = max_batch - len(gpu.request) if packed or not len(gpu.request) else 0
+        joining = [gpu.queue.popleft() for _ in range(min(len(gpu.queue), room))]
         if joining:
             start[joining] = now
             gpu.request = np.concatenate([gpu.request, joining])
             gpu.left = np.concatenate([gpu.left, workload.output_tokens[joining]])
         rows = len(gpu.request)
+        gpu.width = rows if packed or joining else gpu.width
         gpu.running = rows > 0
         if not rows:
             return
@@ -275,7 +278,7 @@ def simulate(
             confidence = np.broadcast_to(confidence, (rows, confidence.shape[1]))
         drafted, lengths = policy.lengths(confidence)
         mean_length = float(lengths.mean()) if packed else float(lengths.max())
-        seconds = step_seconds(rows, drafted, mean_length)
+        seconds = step_seconds(gpu.width, drafted, mean_length)
         kept = generator.random(confidence.shape) < confidence
         inside = np.arange(confidence.shape[1]) < lengths[:, None]
         emitted = np.minimum(1 + np.cumprod(kept & inside, axis=1).sum(axis=1), gpu.left)
