@@ -315,4 +315,4 @@ def test_a_dry_run_prints_the_command_a_shell_takes(folder: Path) -> None:
 
 def test_bad_input_is_one_sentence_and_exit_code_two(folder: Path) -> None:
     result = CliRunner().invoke(app, ["serve", str(folder / "verifier"), "--dry-run"])
-    assert result.exit_code == 2 and "not a checkpoint in the speculators format" in result.output
+    assert result.exit_code == 2 and "has no speculators_model_type" in result.output

@@ -30,7 +30,7 @@ def parity(
     device: DeviceOption = None,
     json: JsonOption = None,
 ) -> None:
-    """Compare our engine with vLLM on the same prompts, greedily. Exit code 1 if any round drafts differently."""
+    """Compare our engine with vLLM on the same prompts, greedily. Exit code 1 if a round drafts differently by more than rounding."""
     check_json_path(json)
     from rich.console import Console
 
@@ -76,8 +76,10 @@ def parity(
 
 def described(found: Parity) -> list[str]:
     """The lines that are printed."""
+    ties = f" ({found.near_ties} more up to a near tie)" if found.near_ties else ""
+    replies = f"{found.identical_replies} of {found.prompts} replies identical"
     lines = [
-        f"{found.equal_rounds} of {found.rounds} rounds drafted alike; {found.identical_replies} of {found.prompts} replies identical",
+        f"{found.equal_rounds} of {found.rounds} rounds drafted alike{ties}; {replies}",
         f"{'accepted (decode)':<20}{'our engine':>12}{'vLLM':>12}",
     ]
     ours, theirs = found.accepted

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from speculators.checkpoint.storage import read_tensors, resolve
 from speculators.decoding.engine import generate
+from speculators.decoding.proposal import DraftSampler, Proposal
 from speculators.decoding.sampling import SamplingParams
+from speculators.kernels.markov_sampling import MarkovChain
 from speculators.speculator import Speculator
 from speculators.verifier import Verifier
 
@@ -21,6 +23,16 @@ TENSORS = ("aux hidden states", "fused features", "draft hidden states", "draft 
 _PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _RENAMED = {"d2t": "draft_id_to_target_id"}
 _TRAINING_ONLY = ("t2d",)
+
+
+def near_tie(verifier: Verifier, speculator: Speculator, token_ids: list[int], ours: Sequence[int], theirs: Sequence[int]) -> bool:
+    """Whether our drafter finds both tokens as likely, where two drafts after the same context first differ.
+
+    Then the order in which an engine sums decides, and no tensor is wrong.
+    """
+    slot = next(k for k, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
+    logits = _offered_logits(verifier, speculator, token_ids, len(ours))[slot]
+    return float(logits[ours[slot]] - logits[theirs[slot]]) < _tolerance(speculator) * float(logits[ours[slot]].abs())
 
 
 def first_difference(verifier: Verifier, speculator: Speculator, llm: Any, checkpoint: str, token_ids: list[int], count: int) -> str:
@@ -122,7 +134,12 @@ def _our_tensors(verifier: Verifier, speculator: Speculator, token_ids: list[int
     seen: dict[str, list[Tensor]] = {}
     handle = None
     if isinstance(fc := getattr(speculator, "fc", None), nn.Module):
-        handle = fc.register_forward_hook(lambda _, args, output: seen.setdefault(TENSORS[1], []).append(output.detach().clone()))
+
+        def keep_fused(module: nn.Module, args: Any, output: Tensor) -> None:
+            if output.dim() > 1:  # one vector is the placeholder of P-EAGLE's MASK slots, no token's feature
+                seen.setdefault(TENSORS[1], []).append(output.detach().clone())
+
+        handle = fc.register_forward_hook(keep_fused)
     original = speculator.observe
 
     def observe(state: Any, observation: Any) -> None:
@@ -138,6 +155,45 @@ def _our_tensors(verifier: Verifier, speculator: Speculator, token_ids: list[int
         if handle is not None:
             handle.remove()
     return _draft_step(seen, len(token_ids))
+
+
+class _OfferedLogits:
+    """A sampler that keeps the logits it is offered, over the verifier's vocabulary, and draws as the one it wraps."""
+
+    def __init__(self, inner: DraftSampler) -> None:
+        self.inner = inner
+        self.logits: list[Tensor] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def draw(self, logits: Tensor) -> Tensor:
+        self.logits.append(logits)
+        return self.inner.draw(logits)
+
+    def draw_block(self, logits: Tensor) -> Tensor:
+        self.logits.extend(logits.unbind(1))
+        return self.inner.draw_block(logits)
+
+    def draw_chain(self, chain: MarkovChain, widen: Callable[[Tensor], Tensor]) -> Tensor:
+        return chain.slot_by_slot(lambda logits: self.draw(widen(logits)))
+
+
+def _offered_logits(verifier: Verifier, speculator: Speculator, token_ids: list[int], count: int) -> list[Tensor]:
+    """[vocabulary] of each slot of the first round after `token_ids` and the token that follows them."""
+    kept: list[_OfferedLogits] = []
+    propose = speculator.propose
+
+    def keep(state: Any, anchor: Tensor, sampler: DraftSampler, num_draft_tokens: int) -> Proposal:
+        kept.append(_OfferedLogits(sampler))
+        return propose(state, anchor, kept[-1], num_draft_tokens)
+
+    speculator.propose = keep  # type: ignore[method-assign]
+    try:
+        generate(verifier, speculator, [token_ids], SamplingParams(max_new_tokens=count + 2, ignore_eos=True), num_draft_tokens=count)
+    finally:
+        del speculator.propose
+    return [logits[0].float() for logits in kept[0].logits]
 
 
 # -- both ------------------------------------------------------------------------------------------------------
