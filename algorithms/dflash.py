@@ -272,17 +272,17 @@ class DFlash(Speculator):
         config, layers = self.config.layers, self._decoder_layers()
         attentions = [layer.self_attn for layer in layers]
         half = config.head_dim // 2
-        rotation = self._rotary(torch.arange(max_length, device=device))
+        cache = DraftState.allocate(config, self._rotary, rows, max_length, device, dtype)
         weights = InjectionWeights.stack(
             [attention.k_proj.weight for attention in attentions],
             [attention.v_proj.weight for attention in attentions],
             [attention.k_norm.weight for attention in attentions if attention.k_norm is not None],
             config.rms_norm_eps,
-            rotation.cosine[:, 0, :half],
-            rotation.sine[:, 0, :half],
+            cache.rotations.cosine[:, 0, :half],
+            cache.rotations.sine[:, 0, :half],
             [part.bias for a in attentions for part in (a.k_proj, a.v_proj)] if config.attention_bias else None,
         )
-        return InjectionState(DraftState.allocate(config, rows, max_length, device, dtype), weights)
+        return InjectionState(cache, weights)
 
     def observe(self, state: InjectionState, observation: Observation) -> None:
         """Inject the new tokens' features as keys and values of every layer; the input gets no longer."""
@@ -297,7 +297,7 @@ class DFlash(Speculator):
         inputs = cache.draft_inputs(
             anchor[:, None], torch.ones_like(anchor), anchor, cache.lengths, mask_slots=slots - 1, mask_token_id=self.config.mask_token_id
         )
-        rotation: Rotation = self._rotary(inputs.positions.view(-1, 1, slots))
+        rotation = cache.rotation(inputs.positions.view(-1, 1, slots))
         start, end = torch.zeros_like(cache.lengths)[:, None], cache.lengths[:, None]
         x = self.verifier.embed(inputs.input_ids).to(self.compute_dtype()).view(len(anchor), 1, slots, -1)
         visible: dict[tuple[bool, int | None], VisibleKeys] = {}
@@ -305,7 +305,7 @@ class DFlash(Speculator):
             key, value = cache.context(index)
             causal, window = kind = self._attention_kind(index)
             if kind not in visible:
-                visible[kind] = visible_blocks(start, end, block_queries=slots, block_keys=slots, causal=causal, window=window)
+                visible[kind] = cache.visible(cache.lengths, slots, causal=causal, window=window)
             attend = partial(
                 block_attention,
                 context_key=key,

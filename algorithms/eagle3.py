@@ -171,7 +171,7 @@ class Eagle3(InputFusion):
                 if sampler.enough:
                     break
                 start = state.cache.lengths + step - 1
-                rotation = self._rotary(start[:, None, None])
+                rotation = state.cache.rotation(start[:, None, None])
                 hidden = self.run_block(state.cache, self._feedback(hidden), self.embed(token)[:, None], rotation, start, step)
             token = sampler.draw(self.to_verifier_vocabulary(self.draft_logits(self.norm(hidden)[:, 0])))
         return sampler.proposal()

@@ -22,7 +22,7 @@ from speculators.decoding.proposal import Observation
 from speculators.errors import ConfigError
 from speculators.kernels.block_attention import attention, block_attention
 from speculators.kernels.hidden_state_scatter import hidden_state_scatter
-from speculators.kernels.visible_keys import VisibleKeys, visible_blocks, visible_documents
+from speculators.kernels.visible_keys import VisibleKeys, visible_documents
 from speculators.registry import Need
 from speculators.speculator import Speculator, VerifierWeights
 from speculators.training.batch import TrainingBatch
@@ -288,7 +288,7 @@ class InputFusion(Speculator):
 
     def new_state(self, rows: int, max_length: int, device: torch.device, dtype: torch.dtype) -> InputFusionState:
         """Preallocated keys and values of every layer, and what fills MASK slots."""
-        state = InputFusionState(DraftState.allocate(self.config.layers, rows, max_length, device, dtype))
+        state = InputFusionState(DraftState.allocate(self.config.layers, self._rotary, rows, max_length, device, dtype))
         state.mask_token_id = getattr(self.config, "mask_token_id", None)
         if state.mask_token_id is not None:
             state.placeholder = self.masked_inputs()[0]
@@ -328,7 +328,7 @@ class InputFusion(Speculator):
         else:
             embedding = self.embed(observed.next_token_ids)
             positions = observed.start[:, None] + torch.arange(width, device=observed.start.device)
-        rotation = self._rotary(positions[:, None])
+        rotation = state.cache.rotation(positions[:, None])
         x = self.run_block(state.cache, hidden, embedding, rotation, observed.start)
         state.cache.commit(observed)
         sampled = last + torch.arange(1 + mask_slots, device=last.device)
@@ -345,7 +345,7 @@ class InputFusion(Speculator):
         for number, layer in enumerate(self.decoder_layers()):
             window = self.config.layers.window(number)
             if window not in visible:
-                visible[window] = visible_blocks(begin, end, block_queries=width, block_keys=width, causal=True, window=window)
+                visible[window] = cache.visible(start, width, causal=True, window=window)
 
             def attend(query: Tensor, key: Tensor, value: Tensor, number: int = number, window: int | None = window) -> Tensor:
                 context = cache.context(number, ahead)

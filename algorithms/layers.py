@@ -23,6 +23,10 @@ from speculators.decoding.proposal import Observation
 from speculators.errors import ConfigError
 from speculators.kernels.draft_inputs import DraftInputs, draft_inputs
 from speculators.kernels.head_rotation import rotate_heads
+from speculators.kernels.visible_keys import VisibleKeys, visible_blocks
+
+# Positions beyond a state's slots that have a rotation: a draft may run past the end where its tokens will not be kept.
+_DRAFT_MARGIN = 64
 
 # (query, key, value) of the layer's own tokens -> attention output, all [..., heads, head_dim]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -115,8 +119,7 @@ class Attention(nn.Module):
 
     def query(self, x: Tensor, rotation: Rotation) -> Tensor:
         """[..., input] -> [..., heads, head_dim], rotated."""
-        query = self._heads(self.q_proj(x))
-        return rotation.apply(query if self.q_norm is None else self.q_norm(query))
+        return self._rotated(self._heads(self.q_proj(x)), self.q_norm, rotation)
 
     def key_value(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """[..., input] -> keys (rotated) and values, [..., key/value heads, head_dim]."""
@@ -210,25 +213,48 @@ class DraftState:
         memory: [layers, 2, rows, slots, key/value heads, head_dim]: keys, then values, of every layer; slot = position.
         lengths: [rows] int64, committed positions of each row.
         longest: a host-side upper bound of `lengths`, so that attention reads no more of the buffers than is used.
+        rotations: of all positions that a draft may take, [slots and a margin, 1, head_dim].
         keys, values: one [rows, slots, key/value heads, head_dim] view of the memory a layer.
     """
 
     memory: Tensor
     lengths: Tensor
+    rotations: Rotation
     longest: int = 0
     keys: list[Tensor] = field(init=False)
     values: list[Tensor] = field(init=False)
     _rows: Tensor = field(init=False)
+    _block_ranges: dict[tuple[int, bool], tuple[Tensor, Tensor]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.keys, self.values = ([self.memory[layer, kind] for layer in range(len(self.memory))] for kind in (0, 1))
         self._rows = torch.arange(self.lengths.shape[0], device=self.lengths.device)[:, None]
 
     @classmethod
-    def allocate(cls, config: LayerConfig, rows: int, slots: int, device: torch.device, dtype: torch.dtype) -> DraftState:
+    def allocate(
+        cls, config: LayerConfig, rotary: RotaryEmbedding, rows: int, slots: int, device: torch.device, dtype: torch.dtype
+    ) -> DraftState:
         """Empty state for `rows` sequences of at most `slots` positions."""
         shape = (config.num_hidden_layers, 2, rows, slots, config.num_key_value_heads, config.head_dim)
-        return cls(torch.zeros(shape, device=device, dtype=dtype), torch.zeros(rows, dtype=torch.int64, device=device))
+        lengths = torch.zeros(rows, dtype=torch.int64, device=device)
+        return cls(torch.zeros(shape, device=device, dtype=dtype), lengths, rotary(torch.arange(slots + _DRAFT_MARGIN, device=device)))
+
+    def rotation(self, position_ids: Tensor) -> Rotation:
+        """[...] int64 positions -> the rotation of each, looked up."""
+        return Rotation(self.rotations.cosine[position_ids], self.rotations.sine[position_ids])
+
+    def visible(self, start: Tensor, width: int, *, causal: bool, window: int | None) -> VisibleKeys:
+        """What blocks of `width` tokens, one a row, that begin at `start` [rows] see of their rows and of themselves."""
+        if window is not None:
+            begin = torch.zeros_like(start)[:, None]
+            return visible_blocks(begin, start[:, None], block_queries=width, block_keys=width, causal=causal, window=window)
+        if (width, causal) not in self._block_ranges:  # the same in every round
+            nothing = torch.zeros(len(start), width, dtype=torch.int32, device=start.device)
+            block_end = torch.arange(1, width + 1, dtype=torch.int32, device=start.device) if causal else nothing + width
+            self._block_ranges[width, causal] = nothing, block_end.expand_as(nothing).contiguous()
+        nothing, block_end = self._block_ranges[width, causal]
+        end = start.to(torch.int32)[:, None].expand(-1, width).contiguous()
+        return VisibleKeys(nothing, end, nothing, block_end, reach=width)
 
     def draft_inputs(
         self, token_ids: Tensor, kept: Tensor, next_token: Tensor, start: Tensor, *, mask_slots: int, mask_token_id: int
