@@ -26,6 +26,7 @@ class RunFacts:
         run_id: the same for a run and its resumptions.
         settings: the resolved settings, as plain data.
         step: steps that are done; 0 unless the run is resumed.
+        evaluated: step of the last evaluation that the resumed state knows of; -1 without one.
     """
 
     output: Path
@@ -33,6 +34,7 @@ class RunFacts:
     run_id: str
     settings: Mapping[str, Any]
     step: int
+    evaluated: int = -1
 
 
 class Logger(Protocol):
@@ -89,10 +91,10 @@ class JsonLines:
         if facts.step and self._path.exists():
             for line in self._path.read_text(encoding="utf-8").splitlines():
                 try:
-                    step = json.loads(line)["step"]
-                except (ValueError, KeyError):
+                    record = json.loads(line)
+                except ValueError:
                     continue  # a process was killed while it wrote this line
-                if step <= facts.step:
+                if record["step"] <= (facts.step if record["kind"] == "train" else facts.evaluated):
                     kept.append(line)
         write_text_atomically(self._path, "".join(f"{line}\n" for line in kept))
 

@@ -145,9 +145,12 @@ class RunFolder:
 
     def prune(self, keep: int, best: int | None) -> None:
         """Remove all checkpoints but the last `keep` and the best: only files that a checkpoint is made of, and emptied folders."""
-        for step in self.steps()[:-keep]:
-            if step != best:
-                _remove_checkpoint(self.checkpoint(step))
+        kept = {*self.steps()[-keep:], best}
+        for folder in (self.path / CHECKPOINTS).iterdir():
+            match = _STEP_FOLDER.fullmatch(folder.name)
+            # One without a state was being removed when the process died.
+            if match and (int(match[1]) not in kept or not (folder / STATE_FILE).exists()):
+                _remove_checkpoint(folder)
 
 
 def _remove_checkpoint(folder: Path) -> None:

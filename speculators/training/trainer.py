@@ -235,7 +235,8 @@ class Trainer:
                 self._profiler.after(self.step)
                 if _due(self.step, config.log_every):
                     self._log()
-                improved = _due(self.step, config.evaluate_every) and self._evaluate()
+                last = self.step == progress.total_steps
+                improved = (last or _due(self.step, config.evaluate_every)) and self._evaluate()
                 if improved or _due(self.step, config.save_every):
                     self._save()
         if self.step > self._logged_step:
@@ -345,7 +346,7 @@ class Trainer:
         settings = {**self._config.model_dump(mode="json"), **(provenance.settings if provenance is not None else {})}
         write_settings(output / SETTINGS_FILE, settings)
         name = self._config.run_name or output.absolute().name
-        return open_loggers(self._config.loggers, RunFacts(output, name, self._point.run_id, settings, self.step))
+        return open_loggers(self._config.loggers, RunFacts(output, name, self._point.run_id, settings, self.step, self._point.evaluated))
 
     def _progress_bar(self) -> tqdm[Any]:
         return tqdm(
