@@ -77,7 +77,8 @@ class InjectionWeights:
 def _project(features: Tensor, weights: InjectionWeights, memory: Tensor) -> Tensor:
     """[R, W, H] -> [R, W, L, 2, Hk, D]: the one product."""
     layers, _, _, _, heads, head_dim = memory.shape
-    return F.linear(features, weights.projection, weights.bias).unflatten(-1, (layers, 2, heads, head_dim))
+    states: Tensor = F.linear(features, weights.projection, weights.bias).unflatten(-1, (layers, 2, heads, head_dim))
+    return states
 
 
 # -- the definition ----------------------------------------------------------------------------------------------

@@ -130,7 +130,8 @@ def _reference(chain: MarkovChain, draw: Randomness | None, shortlist: Tensor | 
         chosen = choice[:, 0] if shortlist is None else column.gather(1, choice)[:, 0]
         steps.append((chosen, factor, normaliser, scores.gather(1, choice)[:, 0] - normaliser))
         previous = chosen if chain.ids is None else chain.ids[chosen]
-    return MarkovDrafts(*(torch.stack(parts, dim=1) for parts in zip(*steps, strict=True)), shortlist=shortlist)
+    token_ids, kept, normalisers, log_probabilities = (torch.stack(parts, dim=1) for parts in zip(*steps, strict=True))
+    return MarkovDrafts(token_ids, kept, normalisers, log_probabilities, shortlist)
 
 
 # -- the kernels -------------------------------------------------------------------------------------------------

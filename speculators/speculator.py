@@ -100,7 +100,6 @@ class Speculator(nn.Module, ABC):
         self.unchecked_shared_tensors: dict[str, Tensor] = {}
         # The head's kept rows, with the head and the mapping they are of; drafting reads them every round.
         self._kept_head: tuple[Tensor, Tensor, Tensor] | None = None
-        self.register_load_state_dict_post_hook(lambda module, _: setattr(module, "_kept_head", None))
         if config.draft_vocab_size != config.vocab_size:
             self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
@@ -211,6 +210,11 @@ class Speculator(nn.Module, ABC):
     def target_hidden_size(self) -> int:
         """Hidden size of the verifier this drafter was made for."""
         return self.config.target_hidden_size or self.config.layers.hidden_size
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """See `torch.nn.Module.load_state_dict`; the draft vocabulary may be another one afterwards."""
+        self._kept_head = None
+        return super().load_state_dict(*args, **kwargs)
 
     # -- output head -----------------------------------------------------------------------------------------
 

@@ -201,7 +201,7 @@ def _clone(value: Any) -> Any:
     """A copy of a value with tensors of its own."""
     if isinstance(value, Tensor):
         return value.clone()
-    if is_dataclass(value):
+    if is_dataclass(value) and not isinstance(value, type):
         return type(value)(**{part.name: _clone(getattr(value, part.name)) for part in fields(value) if part.init})
     if isinstance(value, list | tuple):
         return type(value)(_clone(item) for item in value)
