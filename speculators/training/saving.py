@@ -10,6 +10,8 @@ from torch import Tensor
 
 from speculators.checkpoint import save
 from speculators.checkpoint.card import ModelCard
+from speculators.checkpoint.native import may_write_card
+from speculators.checkpoint.storage import CARD_FILE
 from speculators.checkpoint.validation import skeleton
 from speculators.data.rows import PackedRows
 from speculators.speculator import Speculator
@@ -131,4 +133,5 @@ class RunState:
         if not drafter.is_attached:
             drafter.attach(self._speculator.verifier)
         card = replace(self._card, steps=point.step, seconds=point.seconds)
-        save(drafter, folder, form=self._config.checkpoint_form, card=card)
+        ours = may_write_card(folder / CARD_FILE)  # a README of the user's stays
+        save(drafter, folder, form=self._config.checkpoint_form, card=card if ours else None)

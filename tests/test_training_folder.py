@@ -1,0 +1,154 @@
+"""What a run keeps: the best and the latest checkpoint, averaged weights, and never a finger on the user's files."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_verifier
+from tiny_training import packed_rows, tiny_config
+
+from speculators import checkpoint
+from speculators.errors import ConfigError, DataError
+from speculators.training.average import WeightAverage
+from speculators.training.run_folder import RunFolder
+from speculators.training.step import TrainingStep
+from speculators.training.trainer import train
+from speculators.verifier import Verifier
+
+
+@pytest.fixture(scope="module")
+def verifier() -> Verifier:
+    return tiny_verifier(seed=3)
+
+
+def held_out_losses(monkeypatch: pytest.MonkeyPatch, *losses: float) -> None:
+    """From now on evaluations give these losses, one after the other."""
+    coming = iter(losses)
+    counts = {"tokens": 1.0, "damaged_rows": 0.0, "empty_batches": 0.0}
+    monkeypatch.setattr(TrainingStep, "evaluate", lambda self: {"loss": next(coming), **counts})
+
+
+def checkpoints_of(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+def test_training_stops_once_evaluations_no_longer_improve_and_links_the_best(
+    verifier: Verifier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, steps = tmp_path / "run", []
+    held_out_losses(monkeypatch, 9.0, 5.0, 4.0, 4.05, 3.99, 4.2, 1.0, 2.0, 2.0, 2.0, 2.0)
+
+    def go(patience: int, resume: bool) -> None:
+        settings: dict[str, Any] = {"evaluate_every": 1, "min_improvement": 0.05, "best_by": "loss", "steps": 40, "patience": patience}
+        records: list[int] = []
+        config = tiny_config(output=run, **settings)
+        train(verifier, packed_rows(), config, held_out=packed_rows(2), resume=resume, on_record=lambda r: records.append(r["step"]))
+        steps.append(max(records, default=None))
+
+    go(3, resume=False)  # neither 4.05, nor 3.99, nor 4.2 is better than 4.0 by more than 0.05
+    assert steps == [5] and checkpoints_of(run) == ["step-00000002", "step-00000005"]
+    assert (os.readlink(run / "best"), os.readlink(run / "latest")) == ("checkpoints/step-00000002", "checkpoints/step-00000005")
+    go(3, resume=True)  # the spent patience is part of the state
+    go(4, resume=True)
+    assert steps == [5, None, 10] and checkpoints_of(run) == ["step-00000006", "step-00000010"]
+    assert checkpoint.load(run / "best", verifier.weights).method == "toy"  # loads like any drafter
+
+
+def test_a_best_that_nobody_measures_is_refused(verifier: Verifier, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"best_by = 'bleu', but evaluations of this drafter have .*loss"):
+        train(verifier, packed_rows(), tiny_config(output=tmp_path / "run", best_by="bleu"), held_out=packed_rows(2))
+    with pytest.raises(ConfigError, match="patience counts evaluations; set evaluate_every"):
+        tiny_config(patience=2)
+
+
+def test_the_average_of_the_weights_is_the_recursion_of_its_definition() -> None:
+    weight = torch.tensor([1.0, -2.0])
+    average, expected, skip = WeightAverage({"w": weight}, decay=0.9), weight.double(), torch.zeros(())
+    for update in range(100):
+        weight.add_(torch.tensor([0.5, 0.25]))
+        average.prepare(update)
+        average.update(skip)
+        decay = min(0.9, (1 + update) / (10 + update))
+        expected = decay * expected + (1 - decay) * weight.double()
+    torch.testing.assert_close(average.state()["w"].double(), expected, rtol=1e-5, atol=0)
+    before = average.state()["w"].clone()
+    average.update(skip=torch.ones(()))  # a step that was skipped
+    assert torch.equal(average.state()["w"], before)
+    with average.in_place():
+        assert torch.equal(weight, before)
+    assert weight.tolist() == [51.0, 23.0] and torch.equal(average.state()["w"], before)
+
+
+def test_the_averaged_weights_are_the_ones_that_are_evaluated_and_saved(verifier: Verifier, tmp_path: Path) -> None:
+    held_out, seen = packed_rows(3, seed=9), []
+    plain = train(verifier, packed_rows(), tiny_config(steps=6), held_out=held_out)
+    records: list[dict[str, Any]] = []
+    config = tiny_config(steps=6, ema_decay=0.8, output=tmp_path / "run")
+    averaged = train(verifier, packed_rows(), config, held_out=held_out, on_record=records.append)
+    for name, value in averaged.state_dict().items():
+        assert not torch.equal(value, plain.state_dict()[name])
+    start = tiny_config(steps=1, learning_rate=1e-30)
+    train(verifier, packed_rows(), start, held_out=held_out, init_from=averaged, on_record=lambda record: seen.append(record["loss"]))
+    assert seen[0] == pytest.approx(records[-1]["loss"], rel=1e-6)
+    for folder in (tmp_path / "run", tmp_path / "run" / "latest"):
+        loaded = checkpoint.load(folder, verifier.weights).state_dict()
+        for name, value in averaged.state_dict().items():
+            torch.testing.assert_close(loaded[name].float(), value, rtol=2**-8, atol=0)  # stored in bfloat16
+
+
+# -- the user's files ------------------------------------------------------------------------------------------------
+
+
+def test_whatever_the_user_put_into_the_folder_stays(verifier: Verifier, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    mine = [run / "notes.txt", run / "README.md", run / "checkpoints" / "keep.txt", run / "checkpoints" / "step-00000002" / "notes.txt"]
+    (run / "checkpoints").mkdir(parents=True)
+    for file in mine[:3]:
+        file.write_text("mine")
+    train(verifier, packed_rows(), tiny_config(output=run, steps=2, save_every=2))
+    mine[3].write_text("mine")
+    train(verifier, packed_rows(), tiny_config(output=run, steps=6, save_every=2), resume=True)
+    assert all(file.read_text() == "mine" for file in mine)
+    assert sorted(path.name for path in mine[3].parent.iterdir()) == ["notes.txt"]  # the checkpoint around it has gone
+    assert checkpoints_of(run) == ["keep.txt", "step-00000002", "step-00000006"]
+
+
+@pytest.mark.parametrize("name", ["latest", "best"])
+def test_a_file_where_a_link_would_be_is_refused_and_kept(verifier: Verifier, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    with pytest.raises(ConfigError, match=rf"{name} is not a link that training made; move it away or name another"):
+        train(verifier, packed_rows(), tiny_config(output=tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_two_processes_do_not_train_in_one_folder(verifier: Verifier, tmp_path: Path) -> None:
+    (tmp_path / ".lock").touch()
+    with (tmp_path / ".lock").open() as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match=r"another process is training in .*; wait for it or name another output folder"):
+            train(verifier, packed_rows(), tiny_config(output=tmp_path, steps=1))
+    train(verifier, packed_rows(), tiny_config(output=tmp_path, steps=1))
+
+
+def test_a_disk_too_small_for_the_checkpoints_is_refused_first(verifier: Verifier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9 - 1000, 1000))  # type: ignore[attr-defined]
+    with pytest.raises(DataError, match=r"need .* GB, and .* has 0\.0 GB free; make room"):
+        train(verifier, packed_rows(), tiny_config(output=tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_reader_never_sees_half_a_checkpoint(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.open()
+    with pytest.raises(RuntimeError), folder.writing(1) as staged:
+        (staged / "half").touch()
+        assert folder.newest_step() == -1 and not (tmp_path / "latest").exists()
+        raise RuntimeError
+    assert checkpoints_of(tmp_path) == []
+    folder.close()
