@@ -25,6 +25,7 @@ from harness import Report, Timing
 from speculators import generate
 from speculators.cli.common import PROMPT_LOOKUP, load_drafter
 from speculators.data.prompts import read_prompts
+from speculators.decoding import graph
 from speculators.decoding.proposal import Drafter
 from speculators.decoding.sampling import SamplingParams
 from speculators.verifier import Verifier
@@ -182,6 +183,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="without ending; .json and .md are written")
     options = parser.parse_args()
 
+    graph.MAX_BATCHES = 1 << 10  # every configuration keeps its graphs for the next group
     verifier = Verifier.from_pretrained(options.verifier, dtype=options.dtype)
     drafters = {
         name: load_drafter(name if name == PROMPT_LOOKUP else str(options.checkpoints / name), verifier) for name in options.methods

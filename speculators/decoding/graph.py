@@ -25,7 +25,7 @@ __all__ = ["GraphedRounds", "StaticState", "reusable"]
 Result = TypeVar("Result")
 
 # Cached positions that attention reads are rounded up to a multiple: one graph for each multiple that is reached.
-LENGTH_MULTIPLE = 256
+LENGTH_MULTIPLE = 512
 # Graphs of one batch. Each keeps the activations of a round, in a pool that all of them share.
 MAX_GRAPHS = 16
 # Batches whose buffers and graphs wait for the next call with the same shapes.
