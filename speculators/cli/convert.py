@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from speculators.cli.common import JsonOption, check_json_path, load_verifier, write_json
+from speculators.cli.common import JsonOption, check_json_path, write_json
 
 
 def convert(
@@ -29,9 +29,9 @@ def convert(
     """Convert a drafter between the speculators format and those of other projects, or say why that cannot be done."""
     check_json_path(json)
     from speculators.checkpoint.convert import convert as convert_checkpoint
+    from speculators.checkpoint.verifier_files import read_verifier_weights
 
-    # float32 holds every stored value as it is, so comparisons and copies are exact.
-    weights = None if verifier is None else load_verifier(verifier, "float32", "cpu").weights
+    weights = None if verifier is None else read_verifier_weights(verifier)
     done = convert_checkpoint(source, destination, to=to, verifier=weights, include_shared=include_shared)
     typer.echo(
         f"{destination}: {done.method} drafter for {done.verifier}, from {done.source_format} to {done.target_format},"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from speculators.cli.common import JsonOption, check_json_path, load_verifier, write_json
+from speculators.cli.common import JsonOption, check_json_path, write_json
 from speculators.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -23,8 +23,9 @@ def inspect(
     """Tell what a checkpoint is, what vLLM will do with it, and every problem found. Exit code 2 if there is one."""
     check_json_path(json)
     from speculators.checkpoint.inspection import inspect as look_over
+    from speculators.checkpoint.verifier_files import read_verifier_weights
 
-    weights = None if verifier is None else load_verifier(verifier, "auto", "cpu").weights
+    weights = None if verifier is None else read_verifier_weights(verifier)
     inspection = look_over(checkpoint, weights, revision=revision)
     for name, value in described(inspection):
         typer.echo(f"{name:<22}{value}")
