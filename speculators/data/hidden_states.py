@@ -273,6 +273,7 @@ class StoreReader:
             raise DataError(f"the store {path} holds hidden states of other rows than these; it was made with {made}")
         self.layout = Layout(tuple(header["taps"]), int(header["hidden_size"]), header["dtype"])
         self.row_length, self.verifier = int(header["row_length"]), header.get("verifier")
+        self._state_bytes = self.layout.planes * self.layout.hidden_size * STATE_DTYPES[self.layout.dtype].itemsize
         self._rows = int(split["rows"])
         self._places: list[tuple[int, int, int, int]] = []  # file descriptor, offset of states, offset of scales, tokens
         self._files: list[int] = []
@@ -289,6 +290,16 @@ class StoreReader:
     def tokens(self, row: int) -> int:
         """Tokens kept of a row."""
         return self._places[row][3]
+
+    def expect(self, first: int, last: int) -> None:
+        """Let the system read rows `first` .. `last` into its page cache in the order in which they lie, while others are used."""
+        if not hasattr(os, "posix_fadvise"):
+            return
+        places = self._places[first:last]
+        for file in dict.fromkeys(place[0] for place in places):
+            here = [place for place in places if place[0] == file]
+            end = here[-1][1] + here[-1][3] * self._state_bytes
+            os.posix_fadvise(file, here[0][1], end - here[0][1], os.POSIX_FADV_WILLNEED)
 
     def read_into(self, row: int, states: Tensor, scales: Tensor | None = None) -> int:
         """Read a row where it is wanted.

@@ -21,6 +21,7 @@ from speculators.data.rows import PackedRows
 from speculators.errors import ConfigError
 from speculators.training.batch import TrainingBatch
 from speculators.training.graph import Capture
+from speculators.training.order import GROUP_ROWS
 from speculators.verifier import Verifier
 
 logger = logging.getLogger("speculators")
@@ -96,11 +97,55 @@ class ResidentRows:
         return self.source.batch(*self.tokens(index))
 
 
-class StoredRows(ResidentRows):
-    """Resident rows whose hidden states are read from a store at every visit.
+class StoreBatches:
+    """Reads batches of rows from a store, several rows at a time.
 
-    A row is one read, several at a time. What the store leaves out, tokens behind a row's last label, is 0. A batch is valid
-    until the second call after its own: two buffers take turns.
+    Args:
+        reader: of the store.
+    """
+
+    def __init__(self, reader: StoreReader) -> None:
+        self._reader = reader
+        self._buffers: list[Tensor] = []
+        self._filled: list[list[int]] = []
+        self._scales = torch.empty(0)
+        self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="store")
+        self._turn = 0
+        self._expected: set[int] = set()
+
+    def states(self, rows: Sequence[int]) -> Tensor:
+        """[R, S, planes, hidden] of rows on the CPU, bfloat16 (float32 of a float8 store); zeros behind a row's last label.
+
+        The tensor is valid until the second call after its own: two buffers take turns. Row -1 is 0.
+        """
+        layout = self._reader.layout
+        shape = (len(rows), self._reader.row_length, layout.planes, layout.hidden_size)
+        if not self._buffers or self._buffers[0].shape != shape:
+            self._buffers = [torch.zeros(shape, dtype=STATE_DTYPES[layout.dtype]) for _ in range(2)]
+            self._filled = [[0] * len(rows) for _ in range(2)]
+            self._scales = torch.zeros(shape[:3])
+        self._turn = 1 - self._turn
+        buffer, filled, scaled = self._buffers[self._turn], self._filled[self._turn], layout.dtype == "float8"
+
+        def read(place: int) -> None:
+            row, tokens = rows[place], 0
+            if row >= 0:
+                tokens = self._reader.read_into(row, buffer[place], self._scales[place] if scaled else None)
+            buffer[place, tokens : filled[place]].view(torch.uint8).zero_()  # what an earlier, longer row has left
+            filled[place] = tokens
+
+        groups = {row // GROUP_ROWS for row in rows if row >= 0}
+        for group in groups - self._expected:
+            self._reader.expect(group * GROUP_ROWS, (group + 1) * GROUP_ROWS)
+        self._expected = groups
+        list(self._pool.map(read, range(len(rows))))
+        return buffer.float() * self._scales[..., None] if scaled else buffer
+
+
+class StoredRows(ResidentRows):
+    """Resident rows whose hidden states are read from a store at every visit. A batch is valid until the second one after it.
+
+    What the store leaves out, tokens behind a row's last label, is 0.
 
     Args:
         source: whose taps are wanted, and on whose device.
@@ -114,26 +159,24 @@ class StoredRows(ResidentRows):
 
     def __init__(self, source: VerifierSource, rows: PackedRows, store: str | Path) -> None:
         super().__init__(source, rows)
-        self._reader = StoreReader(store, rows_digest(rows))
-        layout, verifier = self._reader.layout, source.verifier
+        reader = StoreReader(store, rows_digest(rows))
+        layout, verifier = reader.layout, source.verifier
         if layout.hidden_size != verifier.hidden_size:
             raise ConfigError(f"the store {store} holds states of width {layout.hidden_size}, the verifier's is {verifier.hidden_size}")
         missing = sorted(set(source.taps) - set(layout.taps))
         if missing:
             raise ConfigError(f"the store {store} holds the layers {list(layout.taps)}, not the tap {missing[0]}; store it with --taps")
-        if self._reader.verifier not in (None, verifier.weights.name_or_path):
-            logger.warning("the store %s was made with %r, not with %r", store, self._reader.verifier, verifier.weights.name_or_path)
-        self._planes = [layout.taps.index(tap) for tap in source.taps]
-        self._buffers: list[Tensor] = []
-        self._scales = torch.empty(0)
-        self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="store")
-        self._turn = 0
+        if reader.verifier not in (None, verifier.weights.name_or_path):
+            logger.warning("the store %s was made with %r, not with %r", store, reader.verifier, verifier.weights.name_or_path)
+        self._batches = StoreBatches(reader)
+        # None where the planes lie as they are wanted, which spares a copy.
+        self._planes = None if layout.taps == source.taps else [layout.taps.index(tap) for tap in source.taps]
 
     def batch(self, index: Tensor) -> TrainingBatch:
         """See `HiddenStateSource.batch`. It waits for the disk, so it cannot be part of a CUDA graph."""
-        states = self.states(index.tolist())
+        states = self._batches.states(index.tolist())
         device, dtype = self.source.verifier.device, self.source.verifier.dtype
-        taps = states[:, :, self._planes] if self._planes != list(range(states.shape[2] - 1)) else states[:, :, :-1]
+        taps = states[:, :, :-1] if self._planes is None else states[:, :, self._planes]
         input_ids, loss_mask, position_ids, document_ids = self.tokens(index)
         return TrainingBatch(
             input_ids,
@@ -143,25 +186,6 @@ class StoredRows(ResidentRows):
             position_ids,
             document_ids,
         )
-
-    def states(self, rows: Sequence[int]) -> Tensor:
-        """[R, S, planes, hidden] of rows on the CPU, bfloat16 (float32 of a float8 store); row -1 is 0."""
-        layout = self._reader.layout
-        shape = (len(rows), self.row_length, layout.planes, layout.hidden_size)
-        if not self._buffers or self._buffers[0].shape != shape:
-            self._buffers = [torch.zeros(shape, dtype=STATE_DTYPES[layout.dtype]) for _ in range(2)]
-            self._scales = torch.zeros(shape[:3])
-        self._turn = 1 - self._turn
-        buffer, scaled = self._buffers[self._turn], layout.dtype == "float8"
-
-        def read(place: int) -> None:
-            row, tokens = rows[place], 0
-            if row >= 0:
-                tokens = self._reader.read_into(row, buffer[place], self._scales[place] if scaled else None)
-            buffer[place, tokens:].view(torch.uint8).zero_()
-
-        list(self._pool.map(read, range(len(rows))))
-        return buffer.float() * self._scales[..., None] if scaled else buffer
 
 
 class CachedRows:
