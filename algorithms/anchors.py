@@ -30,38 +30,53 @@ def eligible_anchors(loss_mask: Tensor, document_ids: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Anchors:
-    """N anchors a row.
+    """N anchors a row. Neighbours see nearly the same context where they ascend, which attention likes.
 
     Attributes:
         index: [R, N] int64, row index of each anchor token.
         valid: [R, N] bool; False where a row has fewer eligible tokens than N (such a block has no supervised slot).
         document_start: [R, N] int64, row index of the first token of the anchor's document.
         position: [R, N] int64, position of the anchor inside its document.
+        rank: [R, N] int64, a permutation of 0 .. N - 1 in every row, valid anchors first: "the first n of them" is a
+            random choice, whatever their order.
     """
 
     index: Tensor
     valid: Tensor
     document_start: Tensor
     position: Tensor
+    rank: Tensor
 
     @classmethod
-    def at(cls, batch: TrainingBatch, index: Tensor, valid: Tensor | None = None) -> Anchors:
-        """Anchors at given row indices, [R, N]."""
+    def at(cls, batch: TrainingBatch, index: Tensor, valid: Tensor | None = None, rank: Tensor | None = None) -> Anchors:
+        """Anchors at given row indices, [R, N], ranked as they stand unless `rank` says otherwise."""
         position = batch.position_ids.gather(1, index)
         valid = torch.ones_like(index, dtype=torch.bool) if valid is None else valid
-        return cls(index, valid, index - position, position)
+        rank = torch.arange(index.shape[1], device=index.device).expand_as(index) if rank is None else rank
+        return cls(index, valid, index - position, position, rank)
 
     @classmethod
     def sample(cls, batch: TrainingBatch, count: int) -> Anchors:
-        """Draw `count` anchors a row uniformly without replacement (DFlash, arXiv 2602.06036, section 4.2).
+        """Draw `count` anchors a row uniformly without replacement (DFlash, arXiv 2602.06036, section 4.2), in ascending order.
 
         Never the first token of a document: drafting always follows at least one token of context.
         """
         eligible = eligible_anchors(batch.loss_mask, batch.document_ids) & (batch.position_ids > 0)
         keys = torch.rand(eligible.shape, device=eligible.device).masked_fill(~eligible, -1.0)
-        top = keys.topk(min(count, keys.shape[1]), dim=1)
-        valid = top.values >= 0
-        return cls.at(batch, top.indices.masked_fill(~valid, 0), valid)
+        top = keys.topk(min(count, keys.shape[1]), dim=1)  # the largest keys first: a random order
+        index = torch.where(top.values >= 0, top.indices, keys.shape[1])
+        index, rank = index.sort(dim=1, stable=True)
+        valid = index < keys.shape[1]
+        return cls.at(batch, index.masked_fill(~valid, 0), valid, rank)
+
+    def part(self, number: int, parts: int) -> Anchors:
+        """The anchors whose rank is `number` modulo `parts`, in their order, with ranks of their own: the same number in every row."""
+        count = len(range(number, self.index.shape[1], parts))
+        chosen = (self.rank % parts != number).to(torch.int8).argsort(dim=1, stable=True)[:, :count]
+        index, valid, start, position, rank = (
+            x.gather(1, chosen) for x in (self.index, self.valid, self.document_start, self.position, self.rank)
+        )
+        return Anchors(index, valid, start, position, rank // parts)
 
     def input_ids(self, batch: TrainingBatch) -> Tensor:
         """[R, N] the anchor tokens."""

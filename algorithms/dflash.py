@@ -16,7 +16,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 from torch import Tensor, nn
 
 from speculators.algorithms.anchors import Anchors, Supervision
-from speculators.algorithms.layers import DecoderLayer, DraftState, RMSNorm, RotaryEmbedding, Rotation, initialise
+from speculators.algorithms.layers import DecoderLayer, DraftState, RMSNorm, RotaryEmbedding, initialise, run_layer
 from speculators.algorithms.objective import Objective, block_loss
 from speculators.algorithms.options import DrafterOptions, common_config, default_mask_token, taps_for
 from speculators.algorithms.warm_start import continued_config
@@ -250,7 +250,7 @@ class DFlash(Speculator):
                 window=window,
                 visible=visible[kind],
             )
-            x = layer(x, rotation, attend)
+            x = run_layer(layer, x, rotation, attend, checkpoint=self.config.training_options.activation_checkpointing)
         hidden: Tensor = self.norm(x)
         return hidden
 

@@ -22,6 +22,7 @@ from speculators.algorithms.input_fusion import (
     complete_vllm_config,
     fusion_needs,
 )
+from speculators.algorithms.layers import run_layer
 from speculators.algorithms.objective import Objective, block_loss
 from speculators.decoding.proposal import DraftSampler, Proposal
 from speculators.kernels.block_attention import block_attention
@@ -113,26 +114,27 @@ class Eagle3(InputFusion):
         Pass s of a chain sits at the anchor pair's position + s. It sees the depth-0 stream up to that pair, and the
         keys and values of its own earlier passes, never another chain.
         """
-        stream = self.depth_zero(batch)
+        options, stream = self.config.training_options, self.depth_zero(batch)
         hidden = self.at_pairs(stream.hidden, anchors)[:, :, None]
         outputs = [hidden]
         chain_keys: list[list[Tensor]] = [[] for _ in self.layers]
         chain_values: list[list[Tensor]] = [[] for _ in self.layers]
         position = (anchors.position - 1)[..., None]
-        for step in range(1, self.config.training_options.passes):
+        for step in range(1, options.passes):
             # The token drafted before this pass: slot step - 1's label, as ground truth.
             x, embedding = self._feedback(hidden), self.embed(supervision.labels[..., step - 1 : step])
             rotation = self._rotary(position + step)
             for number, layer in enumerate(self.decoder_layers()):
                 attend = partial(
                     self._attend_chain,
+                    step=step,
                     keys=chain_keys[number],
                     values=chain_values[number],
                     context=(stream.keys[number], stream.values[number]),
                     anchors=anchors,
                     window=self.config.layers.window(number),
                 )
-                x = layer(x, rotation, attend, embedding)
+                x = run_layer(layer, x, rotation, attend, embedding, checkpoint=options.activation_checkpointing)
             hidden = x
             outputs.append(hidden)
         normed: Tensor = self.norm(torch.cat(outputs, dim=2))
@@ -144,18 +146,20 @@ class Eagle3(InputFusion):
         key: Tensor,
         value: Tensor,
         *,
+        step: int,
         keys: list[Tensor],
         values: list[Tensor],
         context: tuple[Tensor, Tensor],
         anchors: Anchors,
         window: int | None,
     ) -> Tensor:
-        keys.append(key)
-        values.append(value)
+        if len(keys) < step:  # not again where checkpointing computes the layer a second time
+            keys.append(key)
+            values.append(value)
         return block_attention(
             query,
-            torch.cat(keys, dim=2),
-            torch.cat(values, dim=2),
+            torch.cat([*keys[: step - 1], key], dim=2),
+            torch.cat([*values[: step - 1], value], dim=2),
             *context,
             anchors.document_start,
             anchors.index,

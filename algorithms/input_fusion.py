@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from speculators.algorithms.anchors import Anchors
-from speculators.algorithms.layers import DecoderLayer, DraftState, RMSNorm, RotaryEmbedding, initialise
+from speculators.algorithms.layers import DecoderLayer, DraftState, RMSNorm, RotaryEmbedding, initialise, run_layer
+from speculators.algorithms.objective import Objective
 from speculators.algorithms.options import DrafterOptions, common_config, taps_for
 from speculators.algorithms.warm_start import continued_config
 from speculators.config import SpeculatorConfig
@@ -40,6 +42,7 @@ class InputFusionConfig(SpeculatorConfig):
         embed_requires_grad: the drafter owns and trains its token embedding instead of sharing the verifier's.
         lm_head_requires_grad: the same of its output head. Not a key of version 0.9, whose files may hold such a head and
             do not say so; see `speculators.checkpoint.shared.with_own_head`.
+        training_options: how it was trained; each method has its own.
     """
 
     aux_layer_key = "eagle_aux_hidden_state_layer_ids"
@@ -51,6 +54,7 @@ class InputFusionConfig(SpeculatorConfig):
     norm_output: bool = False
     embed_requires_grad: bool = False
     lm_head_requires_grad: bool = False
+    training_options: Objective = Field(default_factory=Objective)
 
 
 class InputFusionOptions(DrafterOptions):
@@ -267,12 +271,13 @@ class InputFusion(Speculator):
             if window not in visible:
                 visible[window] = visible_documents(batch.position_ids, window=window)
 
-            def attend(query: Tensor, key: Tensor, value: Tensor, window: int | None = window) -> Tensor:
-                keys.append(key)
-                values.append(value)
+            def attend(query: Tensor, key: Tensor, value: Tensor, number: int = number, window: int | None = window) -> Tensor:
+                if len(keys) == number:  # not again where checkpointing computes the layer a second time
+                    keys.append(key)
+                    values.append(value)
                 return attention(query, None, None, key, value, visible[window])
 
-            x = layer(x, rotation, attend, embedding)
+            x = run_layer(layer, x, rotation, attend, embedding, checkpoint=self.config.training_options.activation_checkpointing)
         return DepthZero(x, keys, values)
 
     @staticmethod

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+import torch.utils.checkpoint
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import LlamaConfig
@@ -194,6 +195,19 @@ class DecoderLayer(nn.Module):
         x = residual + self.self_attn.o_proj(attend(query, key, value).flatten(-2))
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
+
+
+def run_layer(
+    layer: DecoderLayer, x: Tensor, rotation: Rotation, attend: Attend, embedding: Tensor | None = None, *, checkpoint: bool = False
+) -> Tensor:
+    """A layer in training; with `checkpoint`, what it computes on the way is dropped and computed again in the backward pass."""
+    out: Tensor
+    if checkpoint and torch.is_grad_enabled():
+        # A layer draws nothing at random, and restoring a generator's state would break a captured graph.
+        out = torch.utils.checkpoint.checkpoint(layer, x, rotation, attend, embedding, use_reentrant=False, preserve_rng_state=False)
+    else:
+        out = layer(x, rotation, attend, embedding)
+    return out
 
 
 def initialise(module: nn.Module, std: float) -> None:

@@ -6,6 +6,8 @@ Training expands sampled positions into chains of such slots (COD sampling), eac
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,12 +24,14 @@ from speculators.algorithms.input_fusion import (
     complete_vllm_config,
     fusion_needs,
 )
-from speculators.algorithms.objective import Objective, block_loss, on_device
+from speculators.algorithms.layers import run_layer
+from speculators.algorithms.objective import Objective, block_loss
 from speculators.algorithms.options import default_mask_token
+from speculators.algorithms.partitioning import sum_of_parts
 from speculators.config import SpeculatorConfig
 from speculators.decoding.proposal import DraftSampler, Proposal
-from speculators.kernels.block_attention import block_attention
-from speculators.kernels.visible_keys import VisibleKeys, visible_blocks
+from speculators.kernels.block_attention import attention
+from speculators.kernels.visible_keys import VisibleKeys
 from speculators.registry import Need, PluginParts, VllmServing, register_algorithm
 from speculators.speculator import VerifierWeights
 from speculators.training.batch import LossOutput, TrainingBatch
@@ -40,6 +44,8 @@ class PEagleTraining(Objective):
         anchors: positions drawn in every packed row of every step; the n of COD sampling.
         num_depths: depths trained, K_train; drafting K <= K_train tokens is possible.
         keep_rate: r, the share of chains that continue from each depth to the next.
+        segments: parts of the chains that are trained one after the other, gradients accumulated inside the sequence
+            (section 3.3): the same loss and gradients in less memory, for long rows.
     """
 
     kl: float = Field(1.0, ge=0)
@@ -47,6 +53,7 @@ class PEagleTraining(Objective):
     anchors: int = Field(128, ge=1)
     num_depths: int = Field(8, ge=1)
     keep_rate: float = Field(0.8, gt=0, le=1)
+    segments: int = Field(1, ge=1)
 
 
 class PEagleConfig(InputFusionConfig):
@@ -134,6 +141,81 @@ def serving_needs(config: PEagleConfig) -> list[Need]:
     return [*fusion_needs(config), *([Need(what, plugin=True)] if config.fc_norm else [])]
 
 
+@dataclass(frozen=True)
+class ChainLayout:
+    """Chains of unequal length: element (n, d) is depth d of anchor n's chain, and every chain has depth 0.
+
+    How many chains go deeper, not which ones, is the same in every row, so that all shapes are known beforehand. The deeper
+    elements lie flat in a row, those of one chain after those of another, depth 1 first.
+
+    Attributes:
+        anchors: of the chains, [R, N].
+        num_depths: K.
+        deepest: [R, N] int64, the last depth of each chain.
+        chain, depth: [R, D] int64, n and d >= 1 of each deeper element.
+        first: [R, D] int64, where its chain begins among the deeper elements.
+        elements: [R, N + D] int64, all elements, n * K + d, ascending.
+    """
+
+    anchors: Anchors
+    num_depths: int
+    deepest: Tensor
+    chain: Tensor
+    depth: Tensor
+    first: Tensor
+    elements: Tensor
+
+    @classmethod
+    def of(cls, anchors: Anchors, counts: list[int]) -> ChainLayout:
+        """Chains of which those of the first counts[d] ranks reach depth d; counts[0] is all of them."""
+        rank = anchors.rank
+        deepest = torch.stack([rank < count for count in counts[1:]] or [rank < 0]).sum(dim=0)
+        chain, slot = _ragged(deepest, sum(counts[1:]))
+        first = (deepest.cumsum(dim=1) - deepest).gather(1, chain)
+        every_chain, every_depth = _ragged(deepest + 1, sum(counts))
+        return cls(anchors, len(counts), deepest, chain, slot + 1, first, every_chain * len(counts) + every_depth)
+
+    @property
+    def mask(self) -> Tensor:
+        """[R, N, K] bool, the elements there are."""
+        return torch.arange(self.num_depths, device=self.deepest.device) <= self.deepest[..., None]
+
+    def interleave(self, depth_zero: Tensor, deeper: Tensor) -> Tensor:
+        """Values of the anchors [R, N, size] and of the deeper elements [R, D, size] -> of all elements, in their order."""
+        chain, depth = self.elements // self.num_depths, self.elements % self.num_depths
+        begins = (self.deepest.cumsum(dim=1) - self.deepest).gather(1, chain)
+        source = torch.where(depth == 0, chain, self.deepest.shape[1] + begins + depth - 1)
+        return torch.cat([depth_zero, deeper], dim=1).gather(1, source[..., None].expand(-1, -1, depth_zero.shape[-1]))
+
+    def dense(self, values: Tensor) -> Tensor:
+        """Values of all elements [R, N + D, size] -> [R, N, K, size], zero where there is no element."""
+        rows, chains = self.deepest.shape
+        full = values.new_zeros(rows, chains * self.num_depths, values.shape[-1])
+        index = self.elements[..., None].expand(-1, -1, values.shape[-1])
+        return full.scatter(1, index, values).view(rows, chains, self.num_depths, values.shape[-1])
+
+    def visible(self, window: int | None) -> VisibleKeys:
+        """What the deeper elements see: depth 0 before their anchor token, and their chain up to themselves."""
+        return VisibleKeys.of_queries(
+            self.anchors.document_start.gather(1, self.chain),
+            self.anchors.index.gather(1, self.chain),
+            self.first,
+            self.num_depths,  # not read: chains are causal
+            self.depth - 1,
+            causal=True,
+            window=window,
+            reach=self.num_depths,
+        )
+
+
+def _ragged(lengths: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """Pieces of lengths [R, n] laid out one after the other, `total` places a row: piece and place in it, [R, total] each."""
+    ends = lengths.cumsum(dim=1)
+    index = torch.arange(total, device=lengths.device).expand(len(lengths), -1).contiguous()
+    piece = torch.searchsorted(ends, index, right=True)
+    return piece, index - (ends - lengths).gather(1, piece)
+
+
 @register_algorithm(
     "peagle",
     serving=VllmServing(
@@ -178,62 +260,85 @@ class PEagle(InputFusion):
 
     def training_loss(self, batch: TrainingBatch) -> LossOutput:
         """The objective on COD-sampled chains of every row; see `Speculator.training_loss`."""
-        # Sampling without replacement returns anchors in random order, so "the first floor(n r^d)" are a random,
-        # nested choice: a chain that reaches depth d has reached every depth before it.
         return self.loss_at(batch, Anchors.sample(batch, self.config.training_options.anchors))
 
     def loss_at(self, batch: TrainingBatch, anchors: Anchors) -> LossOutput:
-        """The objective on the chains of given anchors, the first floor(n r^d) of which reach depth d."""
+        """The objective on the chains of given anchors, those of the first floor(n r^d) ranks as far as depth d.
+
+        Depth 0 runs once. Its last hidden states, keys and values are the context of every chain, and the chains'
+        gradients on them go back through it once.
+        """
+        stream, (mask_hidden, mask_embedding) = self.depth_zero(batch), self.masked_inputs()
+        options, chains = self.config.training_options, anchors.index.shape[1]
+        counts, number = depth_counts(chains, options.num_depths, options.keep_rate), min(options.segments, chains)
+        segments = [ChainLayout.of(anchors.part(s, number), [len(range(s, count, number)) for count in counts]) for s in range(number)]
+        if number == 1:
+            return self._segment_loss(batch, segments[0], stream, mask_hidden, mask_embedding)[0]
+
+        metrics: dict[str, tuple[Tensor, Tensor]] = {}
+
+        def run(segment: ChainLayout, shared: list[Tensor]) -> Tensor:
+            hidden, mask_hidden, mask_embedding, *context = shared
+            part = DepthZero(hidden, context[: len(stream.keys)], context[len(stream.keys) :])
+            output, loss = self._segment_loss(batch, segment, part, mask_hidden, mask_embedding)
+            for name, (numerator, denominator) in output.metrics.items():
+                before = metrics.get(name, (0.0, 0.0))
+                metrics[name] = (before[0] + numerator, before[1] + denominator)
+            return loss
+
+        shared = [stream.hidden, mask_hidden, mask_embedding, *stream.keys, *stream.values]
+        used = (self.layers, self.norm, self.lm_head)
+        parameters = [parameter for module in used if module is not None for parameter in module.parameters()]
+        loss = sum_of_parts([partial(run, segment) for segment in segments], shared, parameters)
+        return LossOutput(loss / metrics["loss"][1].clamp_min(1e-6), metrics)
+
+    def _segment_loss(
+        self, batch: TrainingBatch, segment: ChainLayout, stream: DepthZero, mask_hidden: Tensor, mask_embedding: Tensor
+    ) -> tuple[LossOutput, Tensor]:
+        """The loss of some chains, as `block_loss` gives it and as a plain sum over elements."""
         options = self.config.training_options
-        supervision = Supervision.of(batch, anchors, options.num_depths)
-        hidden = self.training_hidden(batch, anchors)
-        chains = anchors.index.shape[1]
-        counts = depth_counts(chains, options.num_depths, options.keep_rate)
-        rank = torch.arange(chains, device=anchors.index.device)
-        mask = supervision.mask & (rank[:, None] < on_device(tuple(counts), rank.device))
+        supervision = Supervision.of(batch, segment.anchors, options.num_depths)
+        hidden = self._chain_outputs(segment, stream, mask_hidden, mask_embedding)
+        elements: Tensor | None = segment.elements
+        if options.position_weights == "dpace" and options.depth_weights is None:
+            hidden, elements = segment.dense(hidden), None
+        mask = supervision.mask & segment.mask
         factors, bias_head = self.own_head_bias(hidden)
-        return block_loss(self, options, batch, supervision, hidden, mask=mask, bias_factors=factors, bias_head=bias_head)[0]
+        output, terms, _ = block_loss(
+            self, options, batch, supervision, hidden, mask=mask, elements=elements, bias_factors=factors, bias_head=bias_head
+        )
+        return output, terms.loss
 
     def training_hidden(self, batch: TrainingBatch, anchors: Anchors) -> Tensor:
-        """Outputs [R, N, num_depths, hidden] after the final norm; chains that COD cuts off hold zeros."""
+        """Outputs [R, N, num_depths, hidden] after the final norm; elements that COD cuts off hold zeros."""
         options = self.config.training_options
-        stream = self.depth_zero(batch)
-        first = self.at_pairs(stream.hidden, anchors)[:, :, None]
-        depths = options.num_depths - 1
-        chains = depth_counts(anchors.index.shape[1], options.num_depths, options.keep_rate)[1] if depths else 0
-        if not chains:
-            normed: Tensor = self.norm(nn.functional.pad(first, (0, 0, 0, depths)))
-            return normed
-        deeper = self._chains(stream, anchors, chains, depths)
-        deeper = nn.functional.pad(deeper, (0, 0, 0, 0, 0, first.shape[1] - chains))
-        normed = self.norm(torch.cat([first, deeper], dim=2))
+        segment = ChainLayout.of(anchors, depth_counts(anchors.index.shape[1], options.num_depths, options.keep_rate))
+        return segment.dense(self._chain_outputs(segment, self.depth_zero(batch), *self.masked_inputs()))
+
+    def _chain_outputs(self, segment: ChainLayout, stream: DepthZero, mask_hidden: Tensor, mask_embedding: Tensor) -> Tensor:
+        """Outputs [R, E, hidden] of a segment's elements after the final norm."""
+        x = self.at_pairs(stream.hidden, segment.anchors)
+        if segment.chain.shape[1]:
+            x = segment.interleave(x, self._deeper_depths(segment, stream, mask_hidden, mask_embedding))
+        normed: Tensor = self.norm(x)
         return normed
 
-    def _chains(self, stream: DepthZero, anchors: Anchors, chains: int, depths: int) -> Tensor:
-        """Mask slots of the first `chains` anchors, [R, chains, depths, hidden] before the final norm."""
-        start, end = anchors.document_start[:, :chains], anchors.index[:, :chains]
-        position = (anchors.position[:, :chains] - 1)[..., None] + torch.arange(1, depths + 1, device=start.device)
-        rotation = self._rotary(position)
-        hidden, embedding = (x.expand(*position.shape, -1) for x in self.masked_inputs())
+    def _deeper_depths(self, segment: ChainLayout, stream: DepthZero, mask_hidden: Tensor, mask_embedding: Tensor) -> Tensor:
+        """Mask slots of depths 1 and on, [R, deeper elements, hidden] before the final norm."""
+        rotation = self._rotary(segment.anchors.position.gather(1, segment.chain) - 1 + segment.depth)
+        hidden, embedding = (x.expand(*segment.chain.shape, -1) for x in (mask_hidden, mask_embedding))
         x = hidden
         visible: dict[int | None, VisibleKeys] = {}
         for number, layer in enumerate(self.decoder_layers()):
             window = self.config.layers.window(number)
             if window not in visible:
-                visible[window] = visible_blocks(start, end, block_queries=depths, block_keys=depths, causal=True, window=window)
+                visible[window] = segment.visible(window)
 
             def attend(query: Tensor, key: Tensor, value: Tensor, number: int = number, window: int | None = window) -> Tensor:
-                context = stream.keys[number], stream.values[number]
-                return block_attention(query, key, value, *context, start, end, causal=True, window=window, visible=visible[window])
+                return attention(query, key, value, stream.keys[number], stream.values[number], visible[window])
 
-            x = layer(x, rotation, attend, embedding)
+            x = run_layer(layer, x, rotation, attend, embedding, checkpoint=self.config.training_options.activation_checkpointing)
         return x
-
-    def new_state(self, rows: int, max_length: int, device: torch.device, dtype: torch.dtype) -> InputFusionState:
-        """Preallocated keys and values of every layer, and what fills MASK slots."""
-        state = super().new_state(rows, max_length, device, dtype)
-        state.placeholder, state.mask_token_id = self.masked_inputs()[0], self.config.mask_token_id
-        return state
 
     def propose(self, state: InputFusionState, anchor: Tensor, sampler: DraftSampler, num_draft_tokens: int) -> Proposal:
         """One pass over the newly observed pairs and K - 1 mask slots; every slot drawn independently."""
