@@ -166,8 +166,10 @@ def block_loss(
     denominator = kept.sum() if reweigh is not None else weights.sum()
     loss = terms.loss / denominator.clamp_min(1e-6)
 
+    measured = kept * (weights > 0)  # a slot that weighs nothing is not computed: unknown, and no mismatch
+
     def by_position(values: Tensor) -> tuple[Tensor, Tensor]:
-        return (restore(values) * kept).sum((0, 1)), kept.sum((0, 1))
+        return (restore(values) * measured).sum((0, 1)), measured.sum((0, 1))
 
     metrics = {
         "loss": (terms.loss.detach(), denominator.detach()),

@@ -326,7 +326,8 @@ def test_ratios_are_formed_after_summing() -> None:
 def test_acceptance_length_is_one_plus_the_products_of_conditional_acceptances() -> None:
     assert estimated_acceptance_length([0.8, 0.5, 0.25]) == pytest.approx(1 + 0.8 + 0.4 + 0.1)
     assert estimated_acceptance_length([0.5, None]) == pytest.approx(1.5)
-    assert estimated_acceptance_length(None) is None
+    assert estimated_acceptance_length(None) is estimated_acceptance_length([None, 0.5]) is None
+    assert estimated_acceptance_length([0.5, None, 0.5]) is None  # a slot whose loss weighs nothing; taken for 0 it would say 1.5
 
 
 def test_the_log_names_the_kind_of_every_number_and_has_it_by_position(verifier: Verifier, tmp_path: Path) -> None:
@@ -376,3 +377,19 @@ def test_on_the_cpu_nothing_is_captured() -> None:
     assert calls == []
     function()
     assert calls == [1]
+
+
+@pytest.mark.parametrize("weights", [[0.0, 1.0, 1.0], [1.0, 0.0, 1.0]])
+def test_a_slot_whose_loss_weighs_nothing_is_no_mismatch(verifier: Verifier, weights: list[float]) -> None:
+    acceptances = []
+    for chosen in (weights, [1.0, 1.0, 1.0]):
+        training = {"anchors": 4, "depth_weights": chosen}
+        options = {**DRAFTERS["dspark"], "training": training}
+        _, records = run(verifier, packed_rows(), method="dspark", options=options, steps=1, learning_rate=1e-30)
+        acceptances.append(records[0]["acceptance"])
+    ignored, counted = acceptances
+    for place, weight in enumerate(weights):
+        if weight:
+            assert ignored[place] == pytest.approx(counted[place], rel=1e-5)
+        else:
+            assert ignored[place] is None  # unknown, which is not zero

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import math
+import itertools
+import operator
 from collections.abc import Mapping
 
 import torch
@@ -98,9 +99,12 @@ class Meters:
 def estimated_acceptance_length(conditional: Reading) -> float | None:
     """1 + sum over k of the product of the first k conditional acceptances; the bonus token is the 1.
 
-    Teacher forced: it estimates what decoding reaches, and is labelled so wherever it is shown.
+    Teacher forced: it estimates what decoding reaches, and is labelled so wherever it is shown. Positions that no data reached end
+    the sum; None where one in the middle is unknown, for instance because its loss weighs nothing.
     """
-    if not isinstance(conditional, list) or not conditional or conditional[0] is None:
+    if not isinstance(conditional, list):
         return None
-    rates = [rate or 0.0 for rate in conditional]
-    return 1.0 + sum(math.prod(rates[: k + 1]) for k in range(len(rates)))
+    known = list(itertools.takewhile(lambda rate: rate is not None, conditional))
+    if not known or any(rate is not None for rate in conditional[len(known) :]):
+        return None
+    return 1.0 + sum(itertools.accumulate((rate or 0.0 for rate in known), operator.mul))
