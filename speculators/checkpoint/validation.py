@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speculators.checkpoint.shared import EMBEDDING, HEAD, SHARED_NAMES
+from speculators.checkpoint.shared import EMBEDDING, EMBEDDING_KEY, HEAD, HEAD_KEY, SHARED_NAMES
 from speculators.checkpoint.storage import CONFIG_FILE, WEIGHTS_FILE, problem
 from speculators.config import SpeculatorConfig
 from speculators.errors import CheckpointError, ConfigError
@@ -88,6 +88,7 @@ def offences(
     default_file = main_file or folder / WEIGHTS_FILE
     yield from _caught(check_mask_token, config, verifier, config_file)
     yield from _caught(check_rope_spellings, config, config_file)
+    yield from _caught(check_width, config, config_file)
     try:
         expected = dict(skeleton(config, config_file).state_dict())
     except CheckpointError as error:
@@ -128,7 +129,7 @@ def _caught(check: Callable[..., None], *arguments: Any) -> list[CheckpointError
 
 def _shared_tensor(config: SpeculatorConfig, name: str) -> Tensor:
     rows = {EMBEDDING: config.vocab_size, HEAD: config.draft_vocab_size}[name]
-    return torch.empty(rows, config.target_hidden_size or config.layers.hidden_size, device="meta")
+    return torch.empty(rows, config.layers.hidden_size, device="meta")
 
 
 def check_mask_token(config: SpeculatorConfig, verifier: VerifierWeights | None, file: Path) -> None:
@@ -172,6 +173,19 @@ def check_rope_spellings(config: SpeculatorConfig, file: Path) -> None:
     if old is not None and old != new:
         rule = f"it contradicts rope_parameters.rope_theta = {new}, and engines read one or the other"
         raise problem(file, "transformer_layer_config.rope_theta", old, rule, "keep the value the drafter was trained with in both")
+
+
+def check_width(config: SpeculatorConfig, file: Path) -> None:
+    """A drafter of another width than its verifier cannot borrow the verifier's embedding and head.
+
+    Raises:
+        CheckpointError: it would.
+    """
+    hidden, target = config.layers.hidden_size, config.target_hidden_size
+    if target in (None, hidden) or (getattr(config, EMBEDDING_KEY, False) and getattr(config, HEAD_KEY, False)):
+        return
+    rule = f"the drafter is {hidden} wide, so it needs an embedding and head of its own ({EMBEDDING_KEY} and {HEAD_KEY})"
+    raise problem(file, "target_hidden_size", target, rule, "correct the width, or say that both are its own")
 
 
 def check_fusion_width(config: SpeculatorConfig, tensors: Mapping[str, Tensor], file: Path) -> None:
