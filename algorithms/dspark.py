@@ -76,6 +76,8 @@ def serving_needs(config: DSparkConfig) -> list[Need]:
     if config.markov_rank and config.markov_head_type != "vanilla":
         what = f"markov_head_type = {config.markov_head_type!r}: it is read as 'vanilla', so later draft tokens are rejected"
         needs.append(Need(what, plugin=True))
+    if not config.markov_rank:
+        needs.append(Need("markov_rank = 0: vLLM builds a sequential head of no columns, which ends its process", plugin=True))
     return needs
 
 

@@ -172,6 +172,12 @@ def test_heads_that_vllm_would_misread_need_the_plugin(kind: str, folder: Path, 
         plan(tmp_path, verifier=str(folder / "verifier"), environment=QUIET, plugin=False)
 
 
+def test_a_drafter_without_a_sequential_head_needs_the_plugin(folder: Path, tmp_path: Path) -> None:
+    save(drafter("dspark", markov_rank=0), tmp_path)
+    with pytest.raises(ConfigError, match="markov_rank = 0: vLLM builds a sequential head of no columns"):
+        plan(tmp_path, verifier=str(folder / "verifier"), environment=QUIET, plugin=False)
+
+
 def test_a_third_party_algorithm_needs_the_plugin_and_runs_eagerly(folder: Path) -> None:
     served = checked(folder, "toy")
     assert served.plugin and served.arguments == ("--enforce-eager",)

@@ -14,14 +14,19 @@ _PREFIX = "markov_head."
 
 
 class MarkovDraftModel(Qwen3DSparkForCausalLM):  # type: ignore[misc]
-    """vLLM's model; where the checkpoint's head is gated or recurrent, the library's own head stands in the place of vLLM's."""
+    """vLLM's model. A gated or recurrent head of the library's own, or none, stands where the checkpoint's is not vanilla."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        config = vllm_config.speculative_config.draft_model_config.hf_config
+        rank: int = config.markov_rank
+        if not rank:
+            config.markov_rank = 1  # vLLM builds a head in any case, and one of rank 0 ends its process
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        config = self.config
         kind: MarkovKind = getattr(config, "markov_head_type", None) or "vanilla"
-        if kind != "vanilla" and config.markov_rank:
-            head = MarkovHead(kind, config.vocab_size, config.draft_vocab_size, config.hidden_size, config.markov_rank)
+        if not rank:
+            self.model.markov_head = None
+        elif kind != "vanilla":
+            head = MarkovHead(kind, config.vocab_size, config.draft_vocab_size, config.hidden_size, rank)
             self.model.markov_head = head.requires_grad_(False)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Any:

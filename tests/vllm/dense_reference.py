@@ -22,7 +22,7 @@ class DenseReference:
     """Draft logits of one checkpoint.
 
     Args:
-        checkpoint: folder in the speculators format, full vocabulary.
+        checkpoint: folder in the speculators format.
         verifier: transformers folder.
     """
 
@@ -50,7 +50,13 @@ class DenseReference:
     def draft_logits(self, tokens: list[int], drafts: list[int]) -> Tensor:
         """[K, vocabulary] after `tokens`; where a slot reads the drafts before it, those are `drafts`."""
         method = {"eagle3": self._eagle3, "peagle": self._peagle, "dflash": self._block, "dspark": self._block}
-        return method[self.config["speculators_model_type"]](tokens, drafts)
+        logits = method[self.config["speculators_model_type"]](tokens, drafts)
+        if "d2t" not in self.weights:
+            return logits
+        # A reduced draft vocabulary: d2t holds the distance from a draft id to its id in the verifier's vocabulary.
+        whole = logits.new_full((len(drafts), self.layers["vocab_size"]), -math.inf)
+        whole[:, torch.arange(logits.shape[1]) + self.weights["d2t"]] = logits
+        return whole
 
     # -- parts ---------------------------------------------------------------------------------------------------
 

@@ -41,6 +41,10 @@ DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "dspark-gated": ("dspark", {**_BLOCK, "markov_rank": 16, "markov_head_type": "gated"}),
     "dspark-rnn": ("dspark", {**_BLOCK, "markov_rank": 16, "markov_head_type": "rnn"}),
     "dspark-rnn-fill-in": ("dspark", {**_BLOCK, "markov_rank": 16, "markov_head_type": "rnn", "sample_from_anchor": False}),
+    "dspark-no-head": ("dspark", {**_BLOCK, "markov_rank": 0}),
+    "dspark-reduced": ("dspark", {**_BLOCK, "markov_rank": 16, "draft_vocab_size": 96}),
+    "dflash-reduced": ("dflash", {**_BLOCK, "draft_vocab_size": 96}),
+    "eagle3-reduced": ("eagle3", {**_TAPS, "num_layers": 1, "draft_vocab_size": 96}),
     "toy": ("toy", {"num_draft_tokens": K, "tap": 2}),
 }
 STEPS = 150

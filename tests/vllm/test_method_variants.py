@@ -18,3 +18,8 @@ def test_the_first_runner_serves_it_too(name: str, monkeypatch: pytest.MonkeyPat
 def test_a_block_whose_anchor_slot_only_conditions_is_served_as_the_drafter_of_its_verifier() -> None:
     settings = speculative_config(served.checkpoint("dspark-fill-in"))
     assert_serves("dspark-fill-in", served.verifier().weights.name_or_path, speculative_config=settings)
+
+
+@pytest.mark.parametrize("name", ["eagle3-reduced", "dflash-reduced", "dspark-reduced"])
+def test_a_reduced_draft_vocabulary_is_served(name: str) -> None:
+    assert_serves(name)

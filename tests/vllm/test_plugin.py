@@ -26,7 +26,7 @@ def drafted_with(settings: dict[str, Any], name: str, **options: Any) -> Any:
     return assert_serves(name, served.verifier().weights.name_or_path, speculative_config=settings, **options)
 
 
-@pytest.mark.parametrize("name", ["dspark-gated", "dspark-rnn", "dspark-rnn-fill-in"])
+@pytest.mark.parametrize("name", ["dspark-gated", "dspark-rnn", "dspark-rnn-fill-in", "dspark-no-head"])
 def test_heads_that_vllm_does_not_know_draft_inside_it_over_its_paged_cache(name: str) -> None:
     config = drafted_with(speculative_config(served.checkpoint(name)), name)
     assert config.use_v2_model_runner and config.speculative_config.method == "dspark"
