@@ -21,10 +21,11 @@ from torch import Tensor
 
 from speculators.kernels.block_attention import block_attention
 from speculators.kernels.draft_inputs import draft_inputs
+from speculators.kernels.greedy_verification import greedy_verification
 from speculators.kernels.hidden_state_scatter import hidden_state_scatter
 from speculators.kernels.kv_injection import InjectionWeights, kv_injection
 from speculators.kernels.markov_sampling import MarkovChain, Randomness, markov_sampling
-from speculators.kernels.rejection_sampling import Distributions, greedy_verification, rejection_sampling
+from speculators.kernels.rejection_sampling import Distributions, rejection_sampling
 
 Side = Literal["reference", "triton"]
 

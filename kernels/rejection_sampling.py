@@ -1,4 +1,4 @@
-"""Rejection sampling of ragged draft blocks, straight from logits: greedy, standard and block verification.
+"""Rejection sampling of ragged draft blocks, straight from logits: standard and block verification.
 
 The definition is `speculators.decoding.rejection`, on probability tensors; the reference here makes these tensors and calls it.
 The kernels never write one. With p = softmax(target / T) and q likewise they run four launches:
@@ -8,8 +8,8 @@ The kernels never write one. With p = softmax(target / T) and q likewise they ru
     3. sum_x max(w_k p_k(x) - q_k(x), 0), a tile each, at the slots that may need it: one of standard verification, all of block's
     4. the accepted length, and the token after it by inverting the cumulative sum: tiles first, then inside one tile
 
-Traffic: each logit is read once, those of the slots of step 3 twice. Greedy verification is an argmax in tiles and one launch
-that compares. Random numbers are those of `speculators.decoding.randomness`, computed where they are used.
+Traffic: each logit is read once, those of the slots of step 3 twice. Random numbers are those of
+`speculators.decoding.randomness`, computed where they are used.
 """
 
 # Triton's kernels are typed by what they are launched with.
@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from speculators.decoding.randomness import Purpose, uniform
-from speculators.decoding.rejection import Acceptance, accept_block, accept_greedy, accept_sampled
+from speculators.decoding.rejection import Acceptance, accept_block, accept_sampled
 from speculators.kernels.counter_random import absorb, as_uniform, seed_argument
+from speculators.kernels.greedy_verification import Implementation, tiles_of, use_kernel, with_unit_stride
 
 try:
     import triton
@@ -31,12 +32,9 @@ try:
 except ImportError:  # no build for this platform: the reference serves it
     triton = None
 
-__all__ = ["Distributions", "Implementation", "greedy_verification", "rejection_sampling"]
+__all__ = ["Distributions", "rejection_sampling"]
 
-Implementation = Literal["auto", "reference", "triton"]
 Verification = Literal["standard", "block"]
-
-_TILE = 4096
 
 
 @dataclass(frozen=True)
@@ -295,52 +293,6 @@ if triton is not None:
         tl.store(next_token + row, tl.where(total > 0.0, drawn.to(tl.int64), token))
         tl.store(accepted_out + row, accepted)
 
-    @triton.jit
-    def _tile_argmax_kernel(values, largest, choice, slots, row_stride, slot_stride, vocabulary, TILES: tl.constexpr, TILE: tl.constexpr):
-        """One program a slot and tile: the largest logit and the first column that has it."""
-        slot = tl.program_id(0).to(tl.int64)
-        tile = tl.program_id(1)
-        columns = tile * TILE + tl.arange(0, TILE)
-        source = values + slot // slots * row_stride + slot % slots * slot_stride
-        x = tl.load(source + columns, mask=columns < vocabulary, other=float("-inf")).to(tl.float32)
-        top = tl.max(x, 0)
-        tl.store(largest + slot * TILES + tile, top)
-        tl.store(choice + slot * TILES + tile, tl.min(tl.where(x == top, columns, vocabulary - 1), 0))
-
-    @triton.jit
-    def _compare_kernel(
-        token_ids, lengths, largest, choice, accepted_out, next_token, drafts, token_stride, TILES: tl.constexpr, TILES_BLOCK: tl.constexpr
-    ):
-        """One program a row: the longest prefix of drafts that are the verifier's most likely tokens."""
-        row = tl.program_id(0).to(tl.int64)
-        length = tl.load(lengths + row)
-        tile = tl.arange(0, TILES_BLOCK)
-        accepted = tl.zeros((), tl.int64)
-        following = tl.zeros((), tl.int64)
-        walking = length >= 0
-        for k in range(drafts + 1):
-            slot = row * (drafts + 1) + k
-            tops = tl.load(largest + slot * TILES + tile, mask=tile < TILES, other=float("-inf"))
-            first = tl.min(tl.where(tops == tl.max(tops, 0), tile, TILES_BLOCK), 0)
-            likely = tl.load(choice + slot * TILES + tl.minimum(first, TILES - 1)).to(tl.int64)
-            following = tl.where(walking, likely, following)
-            token = tl.load(token_ids + row * token_stride + k, mask=k < drafts, other=-1)
-            walking = walking & (k < length) & (token == likely)
-            accepted += tl.where(walking, 1, 0)
-        tl.store(accepted_out + row, accepted)
-        tl.store(next_token + row, following)
-
-
-def _strided(values: Tensor) -> Tensor:
-    """The values with neighbouring columns next to one another."""
-    return values if values.stride(-1) == 1 else values.contiguous()
-
-
-def _tiles(vocabulary: int) -> tuple[int, int]:
-    """Columns of a tile, and tiles."""
-    tile = min(_TILE, triton.next_power_of_2(vocabulary))
-    return tile, triton.cdiv(vocabulary, tile)
-
 
 def _kernel(
     token_ids: Tensor,
@@ -354,11 +306,11 @@ def _kernel(
 ) -> Acceptance:
     device, (batch, drafts) = token_ids.device, token_ids.shape
     draft = draft if drafts else None
-    p = _strided(target.values)
-    q = p if draft is None else _strided(draft.values)
+    p = with_unit_stride(target.values)
+    q = p if draft is None else with_unit_stride(draft.values)
     token_ids = token_ids if token_ids.stride(-1) == 1 else token_ids.contiguous()
     vocabulary = p.shape[-1]
-    tile, tiles = _tiles(vocabulary)
+    tile, tiles = tiles_of(vocabulary)
     normalisers = torch.empty(2, batch, drafts + 1, dtype=torch.float32, device=device)
     weights = torch.empty(batch, drafts + 1, dtype=torch.float64, device=device)
     masses = torch.empty(batch, drafts + 1, tiles, dtype=torch.float64, device=device)
@@ -404,33 +356,7 @@ def _tile_log_sum_exp(values: Tensor, temperature: float, tile: int, tiles: int)
     return out
 
 
-def _greedy_kernel(token_ids: Tensor, lengths: Tensor, logits: Tensor) -> Acceptance:
-    device, (batch, drafts) = token_ids.device, token_ids.shape
-    logits = _strided(logits)
-    token_ids = token_ids if token_ids.stride(-1) == 1 else token_ids.contiguous()
-    vocabulary = logits.shape[-1]
-    tile, tiles = _tiles(vocabulary)
-    largest = torch.empty(batch * (drafts + 1), tiles, dtype=torch.float32, device=device)
-    choice = torch.empty(batch * (drafts + 1), tiles, dtype=torch.int32, device=device)
-    accepted, next_token = torch.empty_like(lengths), torch.empty_like(lengths)
-    with torch.cuda.device_of(token_ids):
-        _tile_argmax_kernel[(batch * (drafts + 1), tiles)](
-            logits, largest, choice, drafts + 1, logits.stride(0), logits.stride(1), vocabulary, TILES=tiles, TILE=tile, num_warps=8
-        )
-        _compare_kernel[(batch,)](
-            token_ids, lengths, largest, choice, accepted, next_token, drafts, token_ids.stride(0),
-            TILES=tiles, TILES_BLOCK=triton.next_power_of_2(tiles), num_warps=1,
-        )  # fmt: skip
-    return Acceptance(accepted, next_token)
-
-
-# -- the public functions ----------------------------------------------------------------------------------------
-
-
-def _use_kernel(implementation: Implementation, tensor: Tensor) -> bool:
-    return implementation == "triton" or (
-        implementation == "auto" and tensor.is_cuda and tensor.dtype != torch.float64 and triton is not None
-    )
+# -- the public function ----------------------------------------------------------------------------------------
 
 
 def rejection_sampling(
@@ -461,19 +387,5 @@ def rejection_sampling(
         implementation: "auto" takes the kernels on CUDA below float64. They sum in another order than the reference: a draw
             differs from the reference's where its number falls within rounding of a token's border.
     """
-    run = _kernel if _use_kernel(implementation, target.values) else _reference
+    run = _kernel if use_kernel(implementation, target.values) else _reference
     return run(token_ids, lengths, target, draft, seed, rows, round_index, verification)
-
-
-def greedy_verification(token_ids: Tensor, lengths: Tensor, logits: Tensor, *, implementation: Implementation = "auto") -> Acceptance:
-    """Accept the drafts that are the verifier's most likely tokens; of equal logits the first counts.
-
-    Args:
-        token_ids: [R, K] int64 drafts, K >= 0.
-        lengths: [R] int64, drafts of each row that count.
-        logits: [R, K + 1, V], any float dtype.
-        implementation: "auto" takes the kernels on CUDA below float64.
-    """
-    if _use_kernel(implementation, logits):
-        return _greedy_kernel(token_ids, lengths, logits)
-    return accept_greedy(token_ids, lengths, logits.float().argmax(-1))  # a CPU takes five times as long in bfloat16

@@ -10,7 +10,8 @@ import torch
 from speculators.decoding.randomness import Purpose, uniform
 from speculators.decoding.rejection import Acceptance
 from speculators.decoding.sampling import draw
-from speculators.kernels.rejection_sampling import Distributions, greedy_verification, rejection_sampling
+from speculators.kernels.greedy_verification import greedy_verification
+from speculators.kernels.rejection_sampling import Distributions, rejection_sampling
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROUND = torch.tensor(3, device=DEVICE)

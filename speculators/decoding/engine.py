@@ -25,7 +25,8 @@ from speculators.decoding.rejection import Acceptance, accept_greedy
 from speculators.decoding.sampling import MAX_ELEMENTS, RoundSampler, SamplingParams, penalised, probabilities
 from speculators.decoding.statistics import Round
 from speculators.errors import ConfigError
-from speculators.kernels.rejection_sampling import Distributions, greedy_verification, rejection_sampling
+from speculators.kernels.greedy_verification import greedy_verification
+from speculators.kernels.rejection_sampling import Distributions, rejection_sampling
 from speculators.verifier import Verifier
 
 __all__ = ["AUTO", "Generation", "Round", "generate"]
