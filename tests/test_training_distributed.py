@@ -40,7 +40,7 @@ HELD_OUT = packed_rows(3, seed=9)
 RUNS: dict[str, dict[str, Any]] = {
     "ddp-toy-adamw": {},
     "ddp-dspark-muon": {"method": "dspark", "options": DRAFTERS["dspark"], "optimizer": "muon", "ema_decay": 0.9},
-    "fsdp-toy-adamw": {"parallel": "fsdp"},
+    "fsdp-toy-adamw": {"parallel": "fsdp", "peak_tflops": 1e-6},
     "fsdp-dspark-muon": {"parallel": "fsdp", "method": "dspark", "options": DRAFTERS["dspark"], "optimizer": "muon", "ema_decay": 0.9},
     "fsdp-dflash-sharded-verifier": {"parallel": "fsdp", "shard_verifier": True, "method": "dflash", "options": DRAFTERS["dflash"]},
 }
@@ -182,6 +182,7 @@ def test_two_processes_take_the_steps_that_one_takes_with_two_micro_batches(outc
         for count in ("tokens", "skipped_steps", "empty_batches", "damaged_rows"):
             assert two.get(count) == one.get(count), count
     assert max(record["gradient_norm"] for record in train_records(spread)) > 0.5  # clipping did happen
+    assert [record.get("mfu", 1.0) > 0 for record in train_records(spread)] == [True] * 6
     for key, values in alone["weights"].items():
         assert spread["weights"][key] == pytest.approx(values, rel=1e-3, abs=1e-4), key
 

@@ -40,7 +40,7 @@ class TrainingConfig(BaseModel):
         precision: "bfloat16" is autocast over float32 weights; "auto" takes it on CUDA and for bfloat16 verifiers.
         seed: of initial weights, row order and everything that the algorithm draws.
         hidden_states: a store that `speculators data store` wrote for these rows, to read hidden states from; None runs the verifier.
-        cache_states: compute the verifier's hidden states once and keep them on the device, where they fit.
+        cache_states: compute or read the verifier's hidden states once and keep them on the device, where they fit.
         cache_memory_fraction: the most of the device's free memory that they may take.
         cuda_graphs: replay whole steps as CUDA graphs (on CUDA only).
         parallel: with several processes, "ddp" keeps the drafter whole in each, "fsdp" spreads weights and optimizer state.
@@ -138,6 +138,8 @@ class TrainingConfig(BaseModel):
             raise ValueError("steps and epochs both say how long to train; give one of them")
         if self.rows_per_step % self.accumulation:
             raise ValueError(f"accumulation {self.accumulation} must divide rows_per_step {self.rows_per_step}")
+        if self.shard_verifier and self.hidden_states is not None:
+            raise ValueError("shard_verifier spreads a verifier that runs; with hidden_states it does not, leave one of them out")
         if self.patience is not None and self.evaluate_every is None:
             raise ValueError("patience counts evaluations; set evaluate_every")
         return self

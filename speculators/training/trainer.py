@@ -35,7 +35,7 @@ from speculators.training.run_folder import BEST, RunFolder
 from speculators.training.saving import RunState
 from speculators.training.schedule import Progress, learning_rate_factor
 from speculators.training.settings import SETTINGS_FILE, write_settings
-from speculators.training.source import HiddenStateSource, hidden_state_source
+from speculators.training.source import HiddenStateSource, StoredRows, hidden_state_source
 from speculators.training.step import TrainingStep, training_dtype
 from speculators.training.stopping import Best, stop_signals
 from speculators.training.world import World, local_device
@@ -198,7 +198,10 @@ class Trainer:
         if folder is not None and world.is_main:
             folder.open()
         held_out_source = source(held_out) if held_out is not None else None
-        self._step = TrainingStep(parallel, source(rows), held_out_source, optimizer, config, dtype, capture)
+        training_source = source(rows)
+        if isinstance(training_source, StoredRows) or isinstance(held_out_source, StoredRows):
+            capture = Capture(verifier.device, enabled=False)  # they wait for the disk
+        self._step = TrainingStep(parallel, training_source, held_out_source, optimizer, config, dtype, capture)
         card = provenance.card if provenance is not None else ModelCard()
         self._state = RunState(speculator, self._step, optimizer, parallel, config, card, rows)
         if stored is not None:
