@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -24,6 +26,7 @@ from speculators.decoding.proposal import Observation
 from speculators.errors import ConfigError
 from speculators.kernels.draft_inputs import DraftInputs, draft_inputs
 from speculators.kernels.head_rotation import rotate_heads
+from speculators.kernels.projection import gated_projection, linear
 from speculators.kernels.visible_keys import VisibleKeys, visible_blocks
 
 # Positions beyond a state's slots that have a rotation: a draft may run past the end where its tokens will not be kept.
@@ -42,7 +45,23 @@ class Rotation:
 
     def apply(self, x: Tensor) -> Tensor:
         """Rotate [..., heads, head_dim] (the half-split convention of Llama and Qwen)."""
-        return rotate_heads(x, self.cosine, self.sine)
+        rotated: Tensor = _Rotate.apply(x, self.cosine, self.sine)  # type: ignore[no-untyped-call]
+        return rotated
+
+
+class _Rotate(torch.autograd.Function):
+    """The gradient of a rotation is the rotation back: both directions are one launch and keep nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        ctx.save_for_backward(cosine, sine)
+        return rotate_heads(x, cosine, sine)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        cosine, sine = ctx.saved_tensors
+        return rotate_heads(gradient, cosine, -sine), None, None
 
 
 class RotaryEmbedding:
@@ -100,6 +119,14 @@ class RMSNorm(nn.RMSNorm):
         return nn.functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
+class Projection(nn.Linear):
+    """A linear layer whose backward pass makes the 16-bit copy of its float32 weights again instead of keeping it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        return linear(x, self.weight, self.bias)
+
+
 class Attention(nn.Module):
     """Projections of one attention sublayer. With `normalise_heads`, Qwen3's RMS norm of each query and key head."""
 
@@ -107,10 +134,10 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         bias = config.attention_bias
-        self.q_proj = nn.Linear(input_size, config.num_attention_heads * config.head_dim, bias=bias)
-        self.k_proj = nn.Linear(input_size, config.num_key_value_heads * config.head_dim, bias=bias)
-        self.v_proj = nn.Linear(input_size, config.num_key_value_heads * config.head_dim, bias=bias)
-        self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=bias)
+        self.q_proj = Projection(input_size, config.num_attention_heads * config.head_dim, bias=bias)
+        self.k_proj = Projection(input_size, config.num_key_value_heads * config.head_dim, bias=bias)
+        self.v_proj = Projection(input_size, config.num_key_value_heads * config.head_dim, bias=bias)
+        self.o_proj = Projection(config.num_attention_heads * config.head_dim, config.hidden_size, bias=bias)
         self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps) if normalise_heads else None
         self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps) if normalise_heads else None
 
@@ -128,8 +155,8 @@ class Attention(nn.Module):
 
     @staticmethod
     def _rotated(heads: Tensor, norm: RMSNorm | None, rotation: Rotation) -> Tensor:
-        if norm is None:
-            return rotation.apply(heads)
+        if norm is None or torch.is_grad_enabled():
+            return rotation.apply(heads if norm is None else norm(heads))
         assert norm.eps is not None
         return rotate_heads(heads, rotation.cosine, rotation.sine, norm.weight, norm.eps)
 
@@ -141,14 +168,15 @@ class FeedForward(nn.Module):
         super().__init__()
         if config.hidden_act not in {"silu", "swish"}:
             raise ConfigError(f"hidden_act = {config.hidden_act!r}: drafter layers know 'silu' only")
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.gate_proj = Projection(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = Projection(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = Projection(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden] -> [..., hidden]."""
-        down: Tensor = self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
-        return down
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        down = gated_projection(gate, up, self.down_proj.weight)
+        return down if self.down_proj.bias is None else down + self.down_proj.bias.to(down.dtype)
 
 
 class DecoderLayer(nn.Module):
