@@ -8,11 +8,13 @@ import json
 import os
 import re
 import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import islice, repeat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -176,6 +178,21 @@ def test_datasets_of_the_hub_are_read_from_its_cache(tmp_path: Path, monkeypatch
         Source.open("hf://owner/absent")
     with pytest.raises(DataError, match="hf://owner names no dataset"):
         Source.open("hf://owner")
+
+
+def test_parquet_files_are_read_where_pyarrow_is_installed_and_else_say_what_they_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rows.parquet").touch()
+    batch = SimpleNamespace(to_pylist=lambda: [{"prompt": "one", "response": None}, {"prompt": "two"}])
+    parquet = SimpleNamespace(ParquetFile=lambda file: SimpleNamespace(iter_batches=lambda batch_size: [batch]))
+    monkeypatch.setitem(sys.modules, "pyarrow", SimpleNamespace(ArrowException=ValueError, parquet=parquet))
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", parquet)
+    source = Source.open(str(tmp_path / "rows.parquet"))
+    assert [(row.number, row.content) for row in mix([source])] == [(1, {"prompt": "one"}), (2, {"prompt": "two"})]
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(DataError, match=r"is a Parquet file, which needs pyarrow; install it"):
+        list(mix([source]))
 
 
 def test_mixtures_hold_their_shares_at_every_point_and_lose_no_row(tmp_path: Path) -> None:

@@ -141,6 +141,18 @@ def test_packing_is_the_same_for_a_seed_and_another_for_another() -> None:
     assert not torch.equal(first, other)
 
 
+def test_equal_numbers_of_rows_are_equal_work_on_every_rank() -> None:
+    draw = random.Random(2)
+    rows = pack([conversation(draw.randint(5, 200), draw.randint(5, 400), draw) for _ in range(1200)], 1024)
+    assert rows.fill > 0.98
+    ranks = 8
+    each = len(rows) // ranks * ranks // ranks
+    tokens = [int((rows.document_ids[rank * each : (rank + 1) * each] >= 0).sum()) for rank in range(ranks)]
+    labels = [int(rows.loss_mask[rank * each : (rank + 1) * each].sum()) for rank in range(ranks)]
+    assert max(tokens) / min(tokens) < 1.03
+    assert max(labels) / min(labels) < 1.1
+
+
 # -- held-out split ------------------------------------------------------------------------------------------------
 
 

@@ -346,6 +346,17 @@ def test_slow_tokenisation_turn_by_turn_gives_the_same_documents() -> None:
             assert apart.documents(chat) == chats.documents(chat), name  # type: ignore[arg-type]
 
 
+def test_either_of_two_stop_tokens_ends_a_turn_and_is_its_last_label() -> None:
+    _, tokenizer = encoder("zephyr", ["<stop>", "<halt>"], [])
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ message.role }}:{{ message.content }}"
+        "{{ '<halt>' if message.content == 'So long' else '<stop>' }}{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    stops = tokenizer.convert_tokens_to_ids(["<stop>", "<halt>"])
+    (document,) = ChatEncoder(tokenizer, stops, "two").documents(read_record({"messages": TWO}))  # type: ignore[arg-type]
+    assert shown(document, tokenizer) == "user:Hi<stop>assistant:⟦Yo there<stop>⟧user:Bye<stop>assistant:⟦So long<halt>⟧"
+
+
 def test_a_truncated_reply_has_no_stop_token_among_its_labels() -> None:
     chats, tokenizer = encoder("zephyr", ["</s>"], ["</s>"])
     (document,) = chats.documents(read_record({"messages": ONE, "metadata": {"finish_reason": "length"}}))  # type: ignore[arg-type]

@@ -327,3 +327,19 @@ def test_packed_documents_equal_separate_documents(family: str) -> None:
     padding = packed.last_hidden_state[owners < 0]  # a padding token is a document of its own
     alone = encode_one(verifier, torch.zeros(1, 1, dtype=torch.int64)).last_hidden_state[0]
     torch.testing.assert_close(padding, alone.expand_as(padding), atol=1e-5, rtol=1e-5)
+
+
+def test_eight_prompts_of_mixed_length_have_the_states_they_have_alone_also_when_asked_again() -> None:
+    verifier = tiny_verifier("gemma3")
+    lengths = (3, 17, 9, 5, 12, 7, 20, 4)
+    prompts = [random_tokens(1, length, seed=length) for length in lengths]
+    alone = [encode_one(verifier, prompt, (1, 4)).hidden_states[0] for prompt in prompts]
+    # Packed into three rows in another order, as training sees them, twice.
+    for order in ((6, 0, 3, 1, 4), (2, 7, 5)):
+        ids = torch.cat([prompts[number] for number in order], dim=1)
+        positions = torch.cat([torch.arange(lengths[number]) for number in order])[None]
+        documents = torch.cat([torch.full((lengths[number],), place) for place, number in enumerate(order)])[None]
+        for _ in range(2):
+            states = verifier.encode(ids, positions, documents, (1, 4)).hidden_states[0]
+            for place, number in enumerate(order):
+                torch.testing.assert_close(states[documents[0] == place], alone[number], atol=1e-5, rtol=1e-5)

@@ -1,0 +1,117 @@
+"""The data commands as a user types them: from nothing to a trained drafter, and what they say to bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from chat_tokenizer import chat_tokenizer
+from test_conversations import write_rows
+from tiny_models import tiny_model
+from typer.testing import CliRunner
+
+from speculators.cli.main import app
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def succeeded(*arguments: object) -> str:
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    return str(result.stdout)
+
+
+def refused(*arguments: object) -> str:
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    return lines[0]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny chat verifier in bfloat16 and chat rows that it made itself."""
+    folder = tmp_path_factory.mktemp("world")
+    tokenizer = chat_tokenizer()
+    stops = [tokenizer.eos_token_id, *range(200, 216)]
+    model = tiny_model("llama", seed=1, vocab_size=len(tokenizer), initializer_range=0.3, eos_token_id=stops, dtype=torch.bfloat16)
+    model.save_pretrained(folder / "verifier")
+    tokenizer.save_pretrained(folder / "verifier")
+    common = ("--verifier", folder / "verifier", "--dtype", "bfloat16", "--device", "cpu")
+    succeeded("data", "synthesize", *common, "--conversations", 12, "--max-reply-tokens", 40, "--output", folder / "chat.jsonl")
+    return folder
+
+
+def test_chat_rows_become_a_trained_drafter_with_three_commands_and_a_store_changes_no_loss(world: Path) -> None:
+    verifier = ("--verifier", world / "verifier")
+    common = (*verifier, "--dtype", "bfloat16", "--device", "cpu")
+    rows = ("--row-length", 256, "--held-out", 0.2)
+    said = succeeded("data", "prepare", world / "chat.jsonl", *verifier, "--output", world / "prepared")
+    assert said.startswith("12 of 12 rows: 12 documents")
+    store = ("data", "store", world / "prepared", *common, *rows, "--taps", "1,2")
+    assert "layers [1, 2] and the last state" in succeeded(*store, "--estimate")
+    succeeded(*store, "--output", world / "store")
+    assert "is sound" in succeeded("data", "store", world / "store", "--verify")
+    options = ("--option", "num_layers=1", "--option", "num_draft_tokens=3", "--option", "aux_hidden_state_layer_ids=[1,2]")
+    train = ("train", "--method", "dflash", "--data", world / "prepared", *common, *rows, *options, "--option", "mask_token_id=3")
+    losses = {}
+    for name, source in (("process", ()), ("store", ("--hidden-states", world / "store"))):
+        folder = world / f"drafter-{name}"
+        succeeded(*train, "--steps", 3, "--rows-per-step", 2, "--log-every", 1, "--no-progress", "--output", folder, *source)
+        records = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+        losses[name] = [record["loss"] for record in records if "loss" in record]
+        assert (folder / "model.safetensors").is_file()
+    assert len(losses["process"]) >= 5
+    assert losses["store"] == losses["process"], "a bfloat16 verifier's states are stored as they are"
+    other = refused(*train, "--steps", 1, "--output", world / "x", "--hidden-states", world / "store", "--seed", 1)
+    assert (
+        "holds hidden states of other rows than these; it was made with data" in other and "row-length 256, held-out 0.2, seed 0" in other
+    )
+
+
+def test_every_look_at_the_data_prints_what_it_is(world: Path, tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "Hi", "response": "Yo"}, "broken"])
+    shown = succeeded("data", "preview", path, "--verifier", world / "verifier")
+    assert "⟦Yo<|im_end|>⟧" in shown and "row 2: rejected" in shown
+    succeeded("data", "prepare", path, "--verifier", world / "verifier", "--output", tmp_path / "out", "--json", tmp_path / "out.json")
+    assert json.loads((tmp_path / "out.json").read_text())["rejected"] == {"not valid JSON": 1}
+    assert "⟦Yo<|im_end|>⟧" in succeeded("data", "preview", tmp_path / "out", "--verifier", world / "verifier")
+    assert "reply tokens: 3" in succeeded("data", "statistics", tmp_path / "out")
+    covered = succeeded("data", "vocabulary", tmp_path / "out", "--verifier", world / "verifier", "--size", 20, "--size", 40, "--save")
+    assert "draft vocabulary 20: covers 100.00%" in covered and "draft vocabulary 40: covers 100.00%" in covered
+    assert len(list((tmp_path / "out").glob("draft-vocabulary-*.safetensors"))) == 2
+
+
+def test_replies_are_written_anew_and_prepared_without_a_warning(world: Path, tmp_path: Path) -> None:
+    common = ("--verifier", world / "verifier", "--dtype", "bfloat16", "--device", "cpu")
+    path = write_rows(tmp_path / "questions.jsonl", [{"prompt": f"Question {number}"} for number in range(4)])
+    said = succeeded("data", "generate", path, *common, "--max-new-tokens", 20, "--max-tokens", 200, "--output", tmp_path / "a.jsonl")
+    assert f"of 4 conversations answered by {world / 'verifier'}" in said
+    result = run("data", "prepare", tmp_path / "a.jsonl", "--verifier", world / "verifier", "--output", tmp_path / "out")
+    assert result.exit_code == 0 and "warning" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("prepare", "absent.jsonl", "--output", "out"), "there is no file or folder absent.jsonl"),
+        (("generate", "absent.jsonl", "--output", "out.jsonl"), "there is no file or folder absent.jsonl"),
+        (("store", "absent", "--output", "out"), "absent holds no conversations"),
+        (("store", "absent"), "name a folder with --output, or ask for --estimate"),
+        (("store", "absent", "--verify"), "absent is no store of hidden states"),
+        (("statistics", "absent"), "absent holds no conversations"),
+        (("synthesize", "--conversations", "1", "--language", "xx", "--output", "out"), "there are no questions in 'xx'"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_leaves_nothing(
+    arguments: tuple[str, ...], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert words in refused("data", *arguments)
+    assert not list(tmp_path.iterdir())
