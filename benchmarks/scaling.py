@@ -210,7 +210,7 @@ def measure_step(
     if speculator.has_reduced_vocabulary:
         speculator.set_draft_vocabulary(torch.arange(speculator.config.draft_vocab_size, device=device))
     parallel = parallelise(speculator, world, config.parallel, dtype)
-    optimizer = DrafterOptimizer(speculator, config, parallel.sharding)
+    optimizer = DrafterOptimizer(speculator, config, parallel.sharding, world)
     states = source(speculator.aux_hidden_state_layer_ids)
     step = TrainingStep(parallel, states, None, optimizer, config, dtype, Capture(device, enabled=False))
     index = torch.arange(rows)

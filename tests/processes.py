@@ -9,7 +9,7 @@ from collections.abc import Callable
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
-TIMEOUT_SECONDS = 120  # for what would otherwise hang forever
+TIMEOUT_SECONDS = 600  # for what would otherwise hang forever
 
 
 def server() -> ForkServerContext:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -108,3 +109,13 @@ def estimated_acceptance_length(conditional: Reading) -> float | None:
     if not known or any(rate is not None for rate in conditional[len(known) :]):
         return None
     return 1.0 + sum(itertools.accumulate((rate or 0.0 for rate in known), operator.mul))
+
+
+def with_acceptance_lengths(readings: Mapping[str, Reading]) -> dict[str, Any]:
+    """Readings plus the acceptance lengths that their conditional acceptances amount to, sampled and greedy."""
+    record: dict[str, Any] = dict(readings)
+    for metric, name in (("acceptance", "acceptance_length"), ("greedy_acceptance", "greedy_acceptance_length")):
+        length = estimated_acceptance_length(readings.get(metric))
+        if length is not None:
+            record[name] = length
+    return record

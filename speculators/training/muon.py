@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from speculators.training.sharding import Sharding
+from speculators.training.world import World
 
 # The quintic of Newton-Schulz, steepest at zero: singular values end between about 0.7 and 1.2 after five steps.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -60,14 +61,23 @@ class MatrixGroup:
 class Muon:
     """Nesterov momentum m <- mu m + (1 - mu) g, update u = orthogonalise((1 - mu) g + mu m), step 0.2 sqrt(max(rows, columns)) u.
 
-    That factor gives the step AdamW's usual root mean square, so one learning rate serves both. Orthogonalising needs whole
-    matrices: where processes hold rows, they are gathered for it, and each process keeps its own rows of the result.
+    That factor gives the step AdamW's usual root mean square, so one learning rate serves both. Orthogonalising is most of the
+    work and needs whole matrices: where processes hold rows, they gather them; then each orthogonalises its share of the
+    matrices and gives the result to the others.
+
+    Args:
+        groups: the matrices.
+        momentum: mu.
+        sharding: how their rows are spread.
+        world: the processes that share the work.
     """
 
-    def __init__(self, groups: Sequence[MatrixGroup], momentum: float, sharding: Sharding | None = None) -> None:
+    def __init__(
+        self, groups: Sequence[MatrixGroup], momentum: float, sharding: Sharding | None = None, world: World | None = None
+    ) -> None:
         self.groups = list(groups)
         self.momentum = momentum
-        self._sharding = sharding or Sharding()
+        self._sharding, self._work = sharding or Sharding(), Sharding(world or World())
 
     @torch.no_grad()
     def step(self, learning_rate: Tensor, skip: Tensor) -> None:
@@ -83,7 +93,8 @@ class Muon:
             gradients = torch.where(skip > 0, 0.0, gradients)  # skipped ones may be NaN
             group.momentum.lerp_(gradients, keep * (1.0 - self.momentum))
             whole = self._sharding.gather(gradients.lerp(group.momentum, self.momentum), group.rows, dim=1)
-            updates = orthogonalise(whole)[:, self._sharding.share(group.rows)]
+            mine = orthogonalise(whole[self._work.share(len(whole))])
+            updates = self._work.gather(mine, len(whole))[:, self._sharding.share(group.rows)]
             rate = keep * learning_rate * group.learning_rate_scale
             size = 0.2 * max(whole.shape[1:]) ** 0.5
             weights: list[Tensor] = list(group.parameters)

@@ -14,6 +14,7 @@ from speculators.speculator import Speculator
 from speculators.training.config import TrainingConfig
 from speculators.training.muon import MatrixGroup, Muon
 from speculators.training.sharding import Sharding, is_spread, local_part
+from speculators.training.world import World
 
 _ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")
 
@@ -71,6 +72,7 @@ class DrafterOptimizer:
         speculator: what is trained.
         config: the run's configuration.
         sharding: how the speculator's parameters are spread over processes; each process updates its own rows.
+        world: the processes, which share Muon's work.
 
     Attributes:
         learning_rate: scalar float32 on the device; fill it before an update.
@@ -80,7 +82,9 @@ class DrafterOptimizer:
         names: of each.
     """
 
-    def __init__(self, speculator: Speculator, config: TrainingConfig, sharding: Sharding | None = None) -> None:
+    def __init__(
+        self, speculator: Speculator, config: TrainingConfig, sharding: Sharding | None = None, world: World | None = None
+    ) -> None:
         self._sharding = sharding or Sharding()
         groups = parameter_groups(speculator, config)
         first = next(iter(groups[0].parameters.values()))
@@ -96,7 +100,7 @@ class DrafterOptimizer:
             group.parameters = {name: _own_rows(parameter) for name, parameter in group.parameters.items()}
         self.parameters = [parameter for group in groups for parameter in group.parameters.values()]
         matrices = [part for group in groups if group.kind == "muon" for part in _by_shape(group, self._full_shapes)]
-        self._muon = Muon(matrices, config.muon_momentum, self._sharding)
+        self._muon = Muon(matrices, config.muon_momentum, self._sharding, world)
         self._adamw_groups = [group for group in groups if group.kind == "adamw"]
         self._adamw: torch.optim.AdamW | None = None
         if self._adamw_groups:

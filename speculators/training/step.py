@@ -90,7 +90,8 @@ class TrainingStep:
         self._gradients = parallel.gradients(optimizer)
         self._run_micro_batch = capture(self.micro_batch)
         self._clear()
-        self._run_update = capture(self.update)  # without weight a warm-up update changes nothing
+        # Without weight a warm-up update changes nothing. Several processes share its work, which is not captured.
+        self._run_update = capture(self.update) if self._world.size == 1 else self.update
         self._run_evaluation = capture(self.evaluation_batch) if held_out is not None else None
         self._clear()
         self.meters.reset()

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from speculators.checkpoint.card import ModelCard
 from speculators.data.rows import PackedRows
@@ -25,11 +24,12 @@ from speculators.training.config import TrainingConfig
 from speculators.training.estimate import disk_bytes
 from speculators.training.graph import Capture
 from speculators.training.loggers import Logger, RunFacts, check_loggers, open_loggers
-from speculators.training.meters import Reading, estimated_acceptance_length
+from speculators.training.meters import with_acceptance_lengths
 from speculators.training.optimizer import DrafterOptimizer
 from speculators.training.order import EpochOrder
 from speculators.training.parallel import parallelise, shard_verifier
 from speculators.training.profiling import StepProfiler, peak_flops
+from speculators.training.progress_bar import ProgressBar
 from speculators.training.resume import ResumePoint, StoredState, essential_settings, fingerprint
 from speculators.training.run_folder import BEST, RunFolder
 from speculators.training.saving import RunState
@@ -167,7 +167,7 @@ class Trainer:
             stored.load_weights(speculator)
         self.speculator = speculator
         parallel = parallelise(speculator, world, config.parallel, dtype)
-        optimizer = DrafterOptimizer(speculator, config, parallel.sharding)
+        optimizer = DrafterOptimizer(speculator, config, parallel.sharding, world)
         if stored is not None:
             self._point = stored.point
         else:
@@ -210,7 +210,8 @@ class Trainer:
         self._flops = self._step.count_flops() if self._peak else 0
         self._loggers = self._open_loggers(provenance)
         self._profiler = StepProfiler(config.output if world.is_main else None, config.profile_steps, self.step)
-        self._bar = self._progress_bar()
+        shown = config.progress and world.is_main
+        self._bar = ProgressBar(config.method, total_steps, self._progress.fraction(self.step), shown=shown)
         self._began = self._logged = clock()
         self._logged_step = self.step
 
@@ -286,7 +287,7 @@ class Trainer:
         elapsed, steps = max(now - self._logged, 1e-9), self.step - self._logged_step
         speed = tokens / elapsed
         record = {
-            **_with_acceptance_length(readings),
+            **with_acceptance_lengths(readings),
             "learning_rate": self._learning_rate,
             "tokens": int(tokens),
             "tokens_per_second": speed,
@@ -297,11 +298,7 @@ class Trainer:
         self._logged, self._logged_step = now, self.step
         self._record("train", record)
         self._check_damaged(int(damaged))
-        total = f"/{self._progress.total_steps}" if self._progress.total_steps else ""
-        length = f"acceptance length {_shown(record.get('acceptance_length'))} (train)"
-        self._bar.set_description_str(f"{self._config.method} step {self.step}{total}")
-        self._bar.set_postfix_str(f"loss {_shown(record['loss'])}, {length}, lr {self._learning_rate:.1e}, {speed:,.0f} tokens/s")
-        self._bar.update(self._progress.fraction(self.step) - self._bar.n)
+        self._bar.show(self.step, self._progress.fraction(self.step), record)
 
     def _evaluate(self) -> bool:
         """Evaluate, unless there are no held-out rows or this was done at this very step. Returns whether it is the best so far."""
@@ -310,7 +307,7 @@ class Trainer:
         readings = self._step.evaluate()
         for count in ("tokens", "damaged_rows", "empty_batches"):
             readings.pop(count)
-        record = {"step": self.step, **_with_acceptance_length(readings)}
+        record = {"step": self.step, **with_acceptance_lengths(readings)}
         self._record("teacher-forced", record)
         best = self._point.best.after(record, self._config.best_by, self._config.min_improvement)
         # The start is not what training made: it is evaluated, and never the best.
@@ -350,15 +347,6 @@ class Trainer:
         write_settings(output / SETTINGS_FILE, settings)
         name = self._config.run_name or output.absolute().name
         return open_loggers(self._config.loggers, RunFacts(output, name, self._point.run_id, settings, self.step, self._point.evaluated))
-
-    def _progress_bar(self) -> tqdm[Any]:
-        return tqdm(
-            total=1.0,
-            initial=self._progress.fraction(self.step),
-            disable=not self._config.progress or not self._world.is_main,
-            desc=self._config.method,
-            bar_format="{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}, {postfix}",
-        )
 
     # -- files -----------------------------------------------------------------------------------------------
 
@@ -414,17 +402,3 @@ class Trainer:
 
 def _due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
-
-
-def _shown(value: Any) -> str:
-    return f"{value:.3f}" if isinstance(value, float) else "-"
-
-
-def _with_acceptance_length(readings: dict[str, Reading]) -> Record:
-    """Readings plus the acceptance lengths that their conditional acceptances amount to, sampled and greedy."""
-    record: Record = dict(readings)
-    for metric, name in (("acceptance", "acceptance_length"), ("greedy_acceptance", "greedy_acceptance_length")):
-        length = estimated_acceptance_length(readings.get(metric))
-        if length is not None:
-            record[name] = length
-    return record
