@@ -178,25 +178,33 @@ class DSpark(DFlash):
             state = self.first_state(self.markov_head, anchors.input_ids(batch), block[..., 0, :])
             factors = self.markov_head.factors(supervision.previous, hidden, state)
             bias_head = self.markov_head.markov_w2.weight
-        output, terms, weights = block_loss(self, options, batch, supervision, hidden, bias_factors=factors, bias_head=bias_head)
-        if self.confidence_head is None:
+        logits = None
+        if self.confidence_head is not None:
+            embedded = None
+            if self.config.confidence_head_with_markov and self.markov_head is not None:
+                embedded = self.markov_head.markov_w1(supervision.previous).detach()
+            logits = self.confidence_head(hidden.detach(), embedded).float()
+        output, terms, weights = block_loss(
+            self,
+            options,
+            batch,
+            supervision,
+            hidden,
+            bias_factors=factors,
+            bias_head=bias_head,
+            confidence_logits=logits,
+            confidence=options.confidence,
+        )
+        if logits is None or terms.confidence_cross_entropy is None:
             return output
-        embedded = None
-        if self.config.confidence_head_with_markov and self.markov_head is not None:
-            embedded = self.markov_head.markov_w1(supervision.previous).detach()
-        logits = self.confidence_head(hidden.detach(), embedded).float()
-        target = terms.acceptance.view_as(logits).float()
-        entropy = torch.nn.functional.binary_cross_entropy_with_logits(logits, target, reduction="none")
-        total = weights.sum().clamp_min(1e-6)
-        confidence = (entropy * weights).sum() / total
-        kept = supervision.mask.float()
-        error = ((logits.detach().sigmoid() - target).abs() * kept).sum((0, 1))
+        entropy, target, kept = terms.confidence_cross_entropy.view_as(logits), terms.acceptance.view_as(logits), supervision.mask.float()
+        error = ((logits.detach().sigmoid() - target.float()).abs() * kept).sum((0, 1))
         metrics = {
             **output.metrics,
-            "confidence_cross_entropy": ((entropy.detach() * weights).sum(), weights.sum()),
+            "confidence_cross_entropy": ((entropy * weights).sum(), weights.sum()),
             "confidence_error": (error, kept.sum((0, 1))),
         }
-        return LossOutput(output.loss + options.confidence * confidence, metrics)
+        return LossOutput(output.loss, metrics)
 
     def propose(self, state: InjectionState, anchor: Tensor, sampler: DraftSampler, num_draft_tokens: int) -> Proposal:
         """One parallel pass, then the sequential head: K cheap steps, each fed the token drawn before it."""
