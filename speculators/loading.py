@@ -94,7 +94,7 @@ def load_chat_facts(name: str, *, revision: str | None = None, trust_remote_code
     except (OSError, ValueError, RuntimeError) as error:
         raise _cannot_load(name, error) from error
     try:
-        generation = GenerationConfig.from_pretrained(source, revision=revision)
+        generation = GenerationConfig.from_pretrained(source, revision=revision or "main")
     except OSError:  # a verifier need not have one
         generation = None
     return ChatFacts(tokenizer, stop_token_ids(generation, config, tokenizer), int(config.get_text_config().vocab_size), name)

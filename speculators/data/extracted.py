@@ -11,7 +11,8 @@ token would train a drafter to nothing without any error.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -109,21 +110,13 @@ def _key(token_ids: Tensor) -> bytes:
     return hashlib.blake2b(token_ids.to(torch.int64).numpy().astype(np.int64).tobytes(), digest_size=16).digest()
 
 
-class _opened:
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
     """`safe_open` whose errors name the file in one sentence."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-
-    def __enter__(self) -> Any:
-        try:
-            self._content = safe_open(self._file, framework="pt")
-            content = self._content.__enter__()
+    try:
+        with safe_open(file, framework="pt") as content:
             if not {"token_ids", "hidden_states"} <= set(content.keys()):
-                raise DataError(f"{self._file} holds no token_ids and hidden_states; pass the folder that the engine extracted to")
-            return content
-        except (SafetensorError, OSError) as error:
-            raise DataError(f"{self._file} is damaged ({error}); extract it again") from None
-
-    def __exit__(self, *error: object) -> None:
-        self._content.__exit__(*error)
+                raise DataError(f"{file} holds no token_ids and hidden_states; pass the folder that the engine extracted to")
+            yield content
+    except (SafetensorError, OSError) as error:
+        raise DataError(f"{file} is damaged ({error}); extract it again") from None

@@ -341,7 +341,7 @@ class StoreReader:
         return [(file, states + first * token, scales + first * self.layout.planes * 4, last - first) for first, last in pairwise(offsets)]
 
     def _read(self, file: int, offset: int, target: Tensor) -> None:
-        view = memoryview(target.view(torch.uint8).reshape(-1).numpy())
+        view = memoryview(target.view(torch.uint8).reshape(-1).numpy().data)
         while view:
             count = os.preadv(file, [view], offset)
             if count == 0:

@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -163,17 +164,16 @@ def _read_json(file: Path) -> Iterator[RawRow]:
 
 def _read_parquet(file: Path) -> Iterator[RawRow]:
     try:
-        from pyarrow import ArrowException
-        from pyarrow.parquet import ParquetFile
+        arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
     except ImportError:
         raise DataError(f"{file} is a Parquet file, which needs pyarrow; install it (pip install pyarrow)") from None
     number = 0
     try:
-        for batch in ParquetFile(file).iter_batches(batch_size=256):
+        for batch in parquet.ParquetFile(file).iter_batches(batch_size=256):
             for entry in batch.to_pylist():
                 number += 1
                 yield RawRow(str(file), number, {key: value for key, value in entry.items() if value is not None}, 0)
-    except ArrowException as error:
+    except arrow.ArrowException as error:
         raise DataError(f"cannot read {file}: {error}; fetch it again") from None
 
 

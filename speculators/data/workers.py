@@ -99,11 +99,13 @@ def _work(pipe: Connection) -> None:
         function = pipe.recv()
         while True:
             item = pipe.recv()
+            result: Any = None
+            failure: Exception | None = None
             try:
-                answer = (function(item), None)
+                result = function(item)
             except Exception as error:
-                answer = (None, error)
-            pipe.send(answer)
+                failure = error
+            pipe.send((result, failure))
     except (EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
         return
 
