@@ -138,7 +138,7 @@ def report_groups(report: Report, results: dict[str, Measured], batch: int, **fa
         tenths = statistics.quantiles(each, n=10, method="inclusive") if len(each) > 1 else [each[0]]
         seconds, tokens = sum(measured.seconds), sum(measured.tokens)
         method, _, k = name.partition(" K = ")
-        report.add(
+        row = report.add(
             method,
             Timing(statistics.median(each), tenths[0], tenths[-1], len(each), None, None),
             batch=batch,
@@ -149,6 +149,7 @@ def report_groups(report: Report, results: dict[str, Measured], batch: int, **fa
             acceptance_length=measured.emitted / measured.row_rounds if measured.row_rounds else None,
             round_milliseconds=1e3 * seconds / sum(measured.rounds) if sum(measured.rounds) else None,
         )
+        del row["peak_bytes"], row["peak_total_bytes"]  # not measured here
 
 
 def prompt_groups(verifier: Verifier, path: Path, batch: int, groups: int, context: int) -> list[Group]:
