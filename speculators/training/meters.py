@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -108,7 +107,11 @@ def estimated_acceptance_length(conditional: Reading) -> float | None:
     known = list(itertools.takewhile(lambda rate: rate is not None, conditional))
     if not known or any(rate is not None for rate in conditional[len(known) :]):
         return None
-    return 1.0 + sum(itertools.accumulate((rate or 0.0 for rate in known), operator.mul))
+    length = reached = 1.0
+    for rate in known:
+        reached *= rate or 0.0
+        length += reached
+    return length
 
 
 def with_acceptance_lengths(readings: Mapping[str, Reading]) -> dict[str, Any]:
