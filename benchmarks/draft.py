@@ -30,10 +30,11 @@ from speculators.speculator import Speculator, VerifierWeights
 
 @dataclass(frozen=True)
 class Shape:
-    """A verifier's shape, its drafters' vocabulary, and the time of one of its own forwards where it is simulated.
+    """A verifier's shape, its drafters' vocabulary, and what a forward of its own reads, for the simulation.
 
     Attributes:
-        layer_bytes: weights that one token's forward of the verifier reads, for the simulation; 0 to leave it out.
+        block_bytes: weights that the forward of one block reads.
+        batch_bytes: weights that the forward of many blocks reads: of a mixture of experts, all of them.
     """
 
     vocabulary: int
@@ -44,26 +45,27 @@ class Shape:
     heads: int
     key_heads: int
     head_dim: int
-    layer_bytes: float = 0.0
+    block_bytes: float
+    batch_bytes: float
 
 
 SHAPES = {
-    "tiny": Shape(300, 200, 64, 96, 8, 4, 2, 16, 1e6),
-    "smollm2": Shape(49152, None, 576, 1536, 30, 9, 3, 64, 2 * 134.5e6),
-    "qwen3-8b": Shape(151936, 32000, 4096, 12288, 36, 32, 8, 128, 2 * 7.57e9),
-    # 3.6e9 active parameters, most of them in 4 bits.
-    "gpt-oss-20b": Shape(201088, 32000, 2880, 8640, 24, 64, 8, 64, 3.0e9),
+    "tiny": Shape(300, 200, 64, 96, 8, 4, 2, 16, 1e6, 1e6),
+    "smollm2": Shape(49152, None, 576, 1536, 30, 9, 3, 64, 2 * 134.5e6, 2 * 134.5e6),
+    "qwen3-8b": Shape(151936, 32000, 4096, 12288, 36, 32, 8, 128, 2 * 7.57e9, 2 * 7.57e9),
+    # 3.6e9 of 20.9e9 parameters are active for a token, most of them in 4 bits.
+    "gpt-oss-20b": Shape(201088, 32000, 2880, 8640, 24, 64, 8, 64, 3.0e9, 12.8e9),
 }
 # Method, drafter layers: the two widths of the comparison, and the block drafters as published.
 METHODS = (("eagle3", 1), ("eagle3", 4), ("peagle", 4), ("dflash", 5), ("dspark", 5))
 
-# Published acceptance lengths, EAGLE-3's and P-EAGLE's at the same K, where they come from, and the published speed-up there.
-PUBLISHED = (
-    ("gpt-oss-20b", 5, 3.7, 3.8, "paper, HumanEval", 1.26),
-    ("gpt-oss-20b", 5, 3.4, 3.4, "paper, MT-Bench", 1.22),
-    ("gpt-oss-20b", 5, 3.9, 4.0, "paper, GSM8K", 1.26),
-    ("gpt-oss-20b", 7, 3.03, 3.94, "vLLM release, HumanEval", 1.55),
-    ("gpt-oss-20b", 7, 2.59, 3.38, "vLLM release, SPEED-Bench", 1.69),
+# Published for gpt-oss-20b: K, acceptance lengths of EAGLE-3 and of P-EAGLE, where, and the speed-up published there by batch size.
+PUBLISHED: tuple[tuple[int, float, float, str, dict[int, str]], ...] = (
+    (5, 3.7, 3.8, "paper, HumanEval", {1: "1.26 (2 requests)"}),
+    (5, 3.4, 3.4, "paper, MT-Bench", {1: "1.22 (2 requests)"}),
+    (5, 3.9, 4.0, "paper, GSM8K", {1: "1.26 (2 requests)"}),
+    (7, 3.03, 3.94, "release notes, HumanEval", {1: "1.55", 64: "1.05 to 1.25"}),
+    (7, 2.59, 3.38, "release notes, SPEED-Bench", {1: "1.69", 64: "1.05 to 1.25"}),
 )
 
 
@@ -198,25 +200,28 @@ def simulate(name: str, times: dict[tuple[str, int, int, int], float], bytes_per
 
     A round costs the draft and one forward of the verifier at its byte floor; tokens a second are acceptance length / round.
     """
-    verify = 1e3 * SHAPES[name].layer_bytes / bytes_per_second
-    for shape, k, eagle_length, peagle_length, source, published in PUBLISHED:
-        eagle, peagle = times.get(("eagle3", 1, k, 1)), times.get(("peagle", 4, k, 1))
-        if shape == name and eagle is not None and peagle is not None:
-            implied = (peagle_length / (peagle + verify)) / (eagle_length / (eagle + verify))
-            facts = {
-                "shape": name,
-                "k": k,
-                "source": source,
-                "eagle3_acceptance_length": eagle_length,
-                "peagle_acceptance_length": peagle_length,
-            }
+    shape = SHAPES[name]
+    for k, eagle_length, peagle_length, source, published in PUBLISHED:
+        for batch, speedup in published.items():
+            eagle, peagle = times.get(("eagle3", 1, k, batch)), times.get(("peagle", 4, k, batch))
+            if name not in ("gpt-oss-20b", "tiny") or eagle is None or peagle is None:
+                continue
+            verify = 1e3 * (shape.block_bytes if batch == 1 else shape.batch_bytes) / bytes_per_second
             report.add(
-                "simulated P-EAGLE / EAGLE-3",
+                "P-EAGLE / EAGLE-3",
                 None,
-                **facts,
-                verify_milliseconds=verify,
-                implied_speedup=implied,
-                published_speedup=published,
+                kind="simulated",
+                shape=name,
+                source=source,
+                k=k,
+                batch=batch,
+                eagle3_length=eagle_length,
+                peagle_length=peagle_length,
+                eagle3_draft_ms=eagle,
+                peagle_draft_ms=peagle,
+                verify_ms=verify,
+                implied_speedup=(peagle_length / (peagle + verify)) / (eagle_length / (eagle + verify)),
+                published_speedup=speedup,
             )
 
 
