@@ -122,6 +122,8 @@ def calibrate(
             f"fitted on {kept.rounds:,} rounds of {result.fit_prompts} prompts, judged on the {result.validation_rounds:,} of"
             f" {result.validation_prompts} others"
         )
+        if not result.worth_storing:
+            console.print("not stored: prompts that the fit did not see are predicted no better by it")
         if plots is not None:
             from speculators.evaluation.calibration_plots import plot_reliability
 
@@ -130,7 +132,7 @@ def calibrate(
                 plots / name, dpi=110
             )
     if store:
-        store_calibrations(Path(checkpoint), [result.calibration for result in results])
+        store_calibrations(Path(checkpoint), [result.calibration for result in results if result.worth_storing])
     write_json(
         json,
         {

@@ -85,8 +85,9 @@ def reliability(predicted: Floats, outcome: npt.ArrayLike, bins: int = BINS) -> 
 
 def expected_calibration_error(predicted: Floats, outcome: npt.ArrayLike, bins: int = BINS) -> float:
     """Mean over predictions of |mean prediction - mean outcome| of their interval; 0 without predictions."""
-    parts = reliability(predicted, outcome, bins)
-    return sum(part.count * abs(part.predicted - part.observed) for part in parts) / max(1, len(predicted))
+    number = np.minimum((predicted * bins).astype(np.int64), bins - 1)
+    excess = np.bincount(number, weights=predicted - np.asarray(outcome, dtype=np.float64), minlength=bins)
+    return float(np.abs(excess).sum()) / max(1, len(predicted))
 
 
 def area_under_curve(predicted: Floats, outcome: npt.ArrayLike) -> float | None:

@@ -191,7 +191,10 @@ def collect(
         batch = prompts[first : first + batch_size]
         # The engine draws by (seed, row): the first prompt in the seed keeps every prompt's draws its own.
         params = replace(sampling, seed=sampling.seed + first)
-        digest = _digest(fingerprint, params, num_draft_tokens, *(prompt.token_ids for prompt in batch))
+        # Named one by one: an option that is new in a later version does not throw these rounds away.
+        drawn = [params.temperature, params.top_k, params.top_p, params.min_p, params.repetition_penalty, params.seed]
+        ended = [params.max_new_tokens, params.stop_token_ids, params.ignore_eos]
+        digest = _digest(fingerprint, *drawn, *ended, num_draft_tokens, *(prompt.token_ids for prompt in batch))
         file = folder / f"rounds-{digest}.safetensors"
         if not file.is_file():
             records = collect_batch(verifier, drafter, batch, first, num_draft_tokens, params)

@@ -22,7 +22,7 @@ from speculators.evaluation.calibration import (
 from speculators.evaluation.calibration_records import CalibrationPrompt, Records
 
 # Validation rounds whose calibrated confidences the JSON keeps, for the load simulator.
-SAMPLE = 256
+SAMPLE = 128
 # Of few rounds the calibration error is a step function of T, and its minimum chance.
 MIN_ROUNDS = 1000
 
@@ -51,14 +51,19 @@ class CalibrationResult:
     sample: tuple[tuple[float, ...], ...]
 
     @property
+    def worth_storing(self) -> bool:
+        """Whether unseen prompts gain by it. What holds for all domains is stored anyway: it carries the measured acceptance."""
+        return self.calibration.domain == ALL_DOMAINS or self.mean_ece["calibrated"] < self.mean_ece["raw"]
+
+    @property
     def mean_ece(self) -> dict[str, float]:
         """Mean over positions of each of the three."""
         sides = {"raw": self.raw, "temperatures_only": self.temperatures_only, "calibrated": self.calibrated}
         return {name: float(np.mean([quality.ece for quality in side])) for name, side in sides.items()}
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, as JSON values."""
-        return {"kind": "decode", **asdict(self), "mean_ece": self.mean_ece}
+        """All of it, as JSON values rounded to six digits."""
+        return {"kind": "decode", **_rounded(asdict(self)), "mean_ece": _rounded(self.mean_ece)}
 
 
 def calibrate(
@@ -129,6 +134,14 @@ def _result(fit: Records, judged: Records, domain: str, source: ConfidenceSource
         calibrated=calibrated,
         sample=tuple(tuple(round(float(value), 4) for value in line) for line in conditional),
     )
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(item) for item in value]
+    return round(value, 6) if isinstance(value, float) else value
 
 
 def table_rows(result: CalibrationResult) -> list[list[str]]:
