@@ -263,7 +263,21 @@ def test_the_plugin_without_vllm_says_so_and_returns(caplog: pytest.LogCaptureFi
     from speculators.serving import plugin
 
     plugin.register()
-    assert "found no vLLM that it knows" in caplog.text
+    assert "found no vLLM" in caplog.text
+
+
+def test_a_vllm_that_has_moved_is_logged_and_does_not_stop_the_server(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from speculators.serving import plugin
+
+    monkeypatch.setattr(plugin, "installed", lambda: "9.9.9")
+    moved = dict.fromkeys(plugin._EXTENSIONS, lambda _: __import__("a_module_of_vllm_that_is_elsewhere_now"))
+    monkeypatch.setattr(plugin, "_EXTENSIONS", moved)
+    plugin.register()
+    assert [record.getMessage().partition(" (")[0] for record in caplog.records] == [
+        f"the speculators plugin cannot extend {what} of vLLM 9.9.9" for what in moved
+    ]
 
 
 # -- deployment ------------------------------------------------------------------------------------------------

@@ -21,25 +21,34 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from speculators.errors import SpeculatorsError
 from speculators.registry import Algorithm, algorithms
 from speculators.serving.cpu_repairs import repair_cpu
 from speculators.serving.translation import translate
+from speculators.serving.versions import installed
 
 _logger = logging.getLogger("vllm.speculators")
 DONE = "_speculators_plugin"  # marks what is replaced already
 
 
 def register() -> None:
-    """Extend the vLLM of this process; a second call changes nothing. Without vLLM, or with one that has moved, says so and returns."""
+    """Extend the vLLM of this process; a second call changes nothing.
+
+    Raises nothing: a server that would start without the plugin starts with it. What could not be extended is logged.
+    """
+    if installed() is None:
+        _logger.warning("the speculators plugin found no vLLM; nothing is extended")
+        return
     try:
         registered = algorithms()
-        _accept_method_strings()
-        _complete_configs(registered)
-        _add_models(registered)
-        _add_speculators(registered)
-        repair_cpu()
-    except ImportError as error:
-        _logger.warning("the speculators plugin found no vLLM that it knows (%s): only what vLLM serves by itself will work", error)
+    except SpeculatorsError as error:
+        _logger.warning("the speculators plugin extends nothing: %s", error)
+        return
+    for what, extend in _EXTENSIONS.items():
+        try:
+            extend(registered)
+        except (ImportError, AttributeError) as error:  # this vLLM keeps it elsewhere
+            _logger.warning("the speculators plugin cannot extend %s of vLLM %s (%s)", what, installed(), error)
 
 
 def load(name: str) -> Any:
@@ -48,7 +57,7 @@ def load(name: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
-def _accept_method_strings() -> None:
+def _accept_method_strings(registered: dict[str, Algorithm]) -> None:
     """Translate the user's speculative config before vLLM validates it."""
     from vllm.engine.arg_utils import EngineArgs
 
@@ -120,3 +129,16 @@ def _add_speculators(registered: dict[str, Algorithm]) -> None:
     runner = sys.modules.get("vllm.v1.worker.gpu.model_runner")
     if runner is not None:  # it was imported before, and holds the function under its own name
         setattr(runner, "init_speculator", init_ours)  # noqa: B010 (unknown to type checkers)
+
+
+def _repair_cpu(registered: dict[str, Algorithm]) -> None:
+    repair_cpu()
+
+
+_EXTENSIONS: dict[str, Callable[[dict[str, Algorithm]], None]] = {
+    "the method strings": _accept_method_strings,
+    "the checkpoint configurations": _complete_configs,
+    "the drafter models": _add_models,
+    "the speculators": _add_speculators,
+    "the CPU kernels": _repair_cpu,
+}
