@@ -250,7 +250,7 @@ class DFlash(Speculator):
                 window=window,
                 visible=visible[kind],
             )
-            x = run_layer(layer, x, rotation, attend, checkpoint=self.config.training_options.activation_checkpointing)
+            x = run_layer(layer, x, rotation, attend, checkpointing=self.config.training_options.activation_checkpointing)
         hidden: Tensor = self.norm(x)
         return hidden
 

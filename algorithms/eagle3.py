@@ -134,7 +134,7 @@ class Eagle3(InputFusion):
                     anchors=anchors,
                     window=self.config.layers.window(number),
                 )
-                x = run_layer(layer, x, rotation, attend, embedding, checkpoint=options.activation_checkpointing)
+                x = run_layer(layer, x, rotation, attend, embedding, checkpointing=options.activation_checkpointing)
             hidden = x
             outputs.append(hidden)
         normed: Tensor = self.norm(torch.cat(outputs, dim=2))

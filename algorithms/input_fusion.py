@@ -277,7 +277,7 @@ class InputFusion(Speculator):
                     values.append(value)
                 return attention(query, None, None, key, value, visible[window])
 
-            x = run_layer(layer, x, rotation, attend, embedding, checkpoint=self.config.training_options.activation_checkpointing)
+            x = run_layer(layer, x, rotation, attend, embedding, checkpointing=self.config.training_options.activation_checkpointing)
         return DepthZero(x, keys, values)
 
     @staticmethod

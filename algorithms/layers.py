@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.utils.checkpoint
@@ -34,6 +34,8 @@ _DRAFT_MARGIN = 64
 
 # (query, key, value) of the layer's own tokens -> attention output, all [..., heads, head_dim]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+Checkpointing = Literal["none", "feed_forward", "layers"]
 
 
 @dataclass(frozen=True)
@@ -203,7 +205,9 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(size, eps=eps)
         self.mlp = FeedForward(config)
 
-    def forward(self, x: Tensor, rotation: Rotation, attend: Attend, embedding: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, rotation: Rotation, attend: Attend, embedding: Tensor | None = None, *, recompute_feed_forward: bool = False
+    ) -> Tensor:
         """One layer.
 
         Args:
@@ -211,6 +215,7 @@ class DecoderLayer(nn.Module):
             rotation: of the tokens' positions.
             attend: attention over the tokens' own keys and values and their context.
             embedding: [..., hidden] token embeddings, for a layer that fuses them.
+            recompute_feed_forward: see `run_layer`.
         """
         if self.hidden_norm is None:
             residual, normed = x, self.input_layernorm(x)
@@ -221,20 +226,28 @@ class DecoderLayer(nn.Module):
         query = self.self_attn.query(normed, rotation)
         key, value = self.self_attn.key_value(normed, rotation)
         x = residual + self.self_attn.o_proj(attend(query, key, value).flatten(-2))
+        return _recomputed(self._feed_forward, x) if recompute_feed_forward else self._feed_forward(x)
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
 
+def _recomputed(function: Callable[..., Any], *arguments: Any) -> Tensor:
+    """A function's value, of which the backward pass keeps the arguments only and computes the rest again."""
+    # Nothing here draws at random, and restoring a generator's state would break a captured graph.
+    out: Tensor = torch.utils.checkpoint.checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+    return out
+
+
 def run_layer(
-    layer: DecoderLayer, x: Tensor, rotation: Rotation, attend: Attend, embedding: Tensor | None = None, *, checkpoint: bool = False
+    layer: DecoderLayer, x: Tensor, rotation: Rotation, attend: Attend, embedding: Tensor | None = None, *, checkpointing: Checkpointing
 ) -> Tensor:
-    """A layer in training; with `checkpoint`, what it computes on the way is dropped and computed again in the backward pass."""
-    out: Tensor
-    if checkpoint and torch.is_grad_enabled():
-        # A layer draws nothing at random, and restoring a generator's state would break a captured graph.
-        out = torch.utils.checkpoint.checkpoint(layer, x, rotation, attend, embedding, use_reentrant=False, preserve_rng_state=False)
-    else:
-        out = layer(x, rotation, attend, embedding)
+    """A layer in training. What `checkpointing` names is computed again in the backward pass instead of being kept."""
+    if checkpointing == "layers" and torch.is_grad_enabled():
+        return _recomputed(layer, x, rotation, attend, embedding)
+    again = checkpointing == "feed_forward" and torch.is_grad_enabled()
+    out: Tensor = layer(x, rotation, attend, embedding, recompute_feed_forward=again)
     return out
 
 

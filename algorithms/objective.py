@@ -11,6 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from speculators.algorithms.anchors import Supervision
+from speculators.algorithms.layers import Checkpointing
 from speculators.config import FormatModel
 from speculators.kernels.distillation_loss import DistillationOutput, distillation_loss
 from speculators.speculator import Speculator
@@ -31,8 +32,9 @@ class Objective(FormatModel):
         decay: lambda of "decay", in draft positions.
         dpace_alpha: smoothing of "dpace", in [0, 1].
         depth_weights: explicit w_1 .. w_K; overrides position_weights.
-        activation_checkpointing: keep no activations inside decoder layers and compute them again in the backward pass: less
-            memory, about a third more arithmetic in the layers, the same gradients.
+        activation_checkpointing: what decoder layers compute again in the backward pass instead of keeping it: nothing, the
+            "feed_forward" (half of their memory for a quarter more arithmetic), or whole "layers" (all but their inputs, for a
+            third more). The gradients are the same.
     """
 
     cross_entropy: float = Field(0.0, ge=0)
@@ -43,7 +45,7 @@ class Objective(FormatModel):
     decay: float = Field(4.0, gt=0)
     dpace_alpha: float = Field(0.5, ge=0, le=1)
     depth_weights: list[float] | None = None
-    activation_checkpointing: bool = False
+    activation_checkpointing: Checkpointing = "none"
 
 
 @lru_cache(maxsize=64)

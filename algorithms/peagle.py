@@ -337,7 +337,7 @@ class PEagle(InputFusion):
             def attend(query: Tensor, key: Tensor, value: Tensor, number: int = number, window: int | None = window) -> Tensor:
                 return attention(query, key, value, stream.keys[number], stream.values[number], visible[window])
 
-            x = run_layer(layer, x, rotation, attend, embedding, checkpoint=self.config.training_options.activation_checkpointing)
+            x = run_layer(layer, x, rotation, attend, embedding, checkpointing=self.config.training_options.activation_checkpointing)
         return x
 
     def propose(self, state: InputFusionState, anchor: Tensor, sampler: DraftSampler, num_draft_tokens: int) -> Proposal:

@@ -444,7 +444,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--lengths", nargs="+", type=int, default=None, help="tokens of the row of `long`")
     parser.add_argument("--segments", type=int, default=4, help="segments of `long`")
-    parser.add_argument("--checkpointing", action="store_true", help="activation checkpointing in `long`")
+    parser.add_argument("--checkpointing", default="none", choices=["none", "feed_forward", "layers"], help="in `step` and `long`")
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=COMMAND", help="another library's step to run beside ours")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, default=Path("build/training"), help="path of the JSON and the table, without a suffix")
@@ -461,7 +461,7 @@ def main() -> None:
         benchmark_loss(shape, report)
     if "step" in args.parts:
         for method in args.methods:
-            benchmark_step(method, shape, report)
+            benchmark_step(method, shape, report, activation_checkpointing=args.checkpointing)
         for name, _, command in (peer.partition("=") for peer in args.peer):
             run_peer(name, command, shape, report)
     if "long" in args.parts:

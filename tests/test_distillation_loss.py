@@ -266,8 +266,8 @@ class LargestTensor(TorchDispatchMode):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_no_tensor_of_all_rows_by_the_vocabulary_exists(implementation: str) -> None:
     vocabulary, float_size = 600, 4
-    problem = random_problem(rows=48, vocabulary=vocabulary, hidden=4, rank=2, dtype=torch.float32)
-    for chunk_rows in (12, 24):
+    problem = random_problem(rows=16, vocabulary=vocabulary, hidden=4, rank=2, dtype=torch.float32)
+    for chunk_rows in (4, 8):
         with LargestTensor() as recorder:
             loss_and_gradients(problem, chunk_rows=chunk_rows, implementation=implementation)
         assert recorder.size == chunk_rows * vocabulary * float_size
