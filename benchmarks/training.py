@@ -188,7 +188,7 @@ def benchmark_attention(shape: Shape, report: Report) -> None:
 
 def sweep_tiles(shape: Shape, report: Report) -> None:
     """Times of the tile shapes that fit; the table in kernels/block_attention.py is read off them."""
-    original = block_attention_module._tiles(shape.head_dim)
+    original = block_attention_module._tiles(shape.head_dim, report.device)
     choices = [Tiles(m, n, warps, stages) for m in (64, 128) for n in (32, 64, 128) for warps in (4, 8) for stages in (2, 3)]
     for name, (visible, block_keys) in attention_cases(shape, report.device).items():
         inputs = attention_inputs(shape, visible, block_keys, report.device)

@@ -296,10 +296,19 @@ TILES: dict[int, tuple[Tiles, Tiles, Tiles]] = {
     128: (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 2), Tiles(64, 128, 8, 2)),
     256: (Tiles(64, 64, 8, 2), Tiles(64, 32, 8, 2), Tiles(32, 64, 8, 2)),
 }
+# For GPUs with 99 KB of shared memory a block, as most outside data centres.
+SMALL_TILES: dict[int, tuple[Tiles, Tiles, Tiles]] = {
+    64: (Tiles(128, 64, 4, 2), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
+    128: (Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 2), Tiles(32, 64, 4, 2)),
+    256: (Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1)),
+}
+_LARGEST_BLOCK_MEMORY = 163_840  # bytes that TILES need: A100, H100 and later
 
 
-def _tiles(head_dim: int) -> tuple[Tiles, Tiles, Tiles]:
-    return TILES[next(size for size in TILES if head_dim <= size)]
+def _tiles(head_dim: int, device: torch.device) -> tuple[Tiles, Tiles, Tiles]:
+    small = device.type == "cuda" and torch.cuda.get_device_properties(device).shared_memory_per_block_optin < _LARGEST_BLOCK_MEMORY
+    table = SMALL_TILES if small else TILES
+    return table[next(size for size in table if head_dim <= size)]
 
 
 if triton is not None:
@@ -573,7 +582,7 @@ class _BlockAttention(torch.autograd.Function):
         output = torch.empty_like(query)
         log_sum = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
         inputs = (query, block_key, block_value, context_key, context_value)
-        tiles = _tiles(query.shape[-1])[0]
+        tiles = _tiles(query.shape[-1], query.device)[0]
         with torch.cuda.device_of(query):
             _forward_kernel[_grid(query, context_key, tiles)](
                 *inputs,
@@ -598,7 +607,7 @@ class _BlockAttention(torch.autograd.Function):
         visible, scale = ctx.visible, ctx.scale
         output_gradient = output_gradient.contiguous()
         query_gradient, delta = torch.empty_like(query), torch.empty_like(log_sum)
-        _, query_tiles, key_tiles = _tiles(query.shape[-1])
+        _, query_tiles, key_tiles = _tiles(query.shape[-1], query.device)
         with torch.cuda.device_of(query):
             _query_gradient_kernel[_grid(query, context_key, query_tiles)](
                 *inputs,

@@ -239,7 +239,7 @@ def test_documents_are_ordinary_causal_attention_over_the_row_itself() -> None:
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of 16 in the interpreter, so that a small case has several in each direction."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(module, "_tiles", lambda _: (Tiles(16, 16, 4, 1),) * 3)
+        monkeypatch.setattr(module, "_tiles", lambda *_: (Tiles(16, 16, 4, 1),) * 3)
 
 
 def assert_kernel_agrees(inputs: list[Tensor | None], visible: VisibleKeys, tolerance: float) -> None:
