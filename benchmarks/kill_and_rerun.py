@@ -127,7 +127,7 @@ def main() -> None:
         world = Path(folder)
         make_world(world, options.conversations)
         table = commands(world, options.conversations)
-        if not finish(start(table["prepare"], world / "prepared")):
+        if not finish(start([*table["prepare"], "--limit", str(options.conversations // 8)], world / "prepared")):
             raise SystemExit("the first command failed")
         for name, arguments in table.items():
             if options.only and name not in options.only:
