@@ -346,6 +346,7 @@ class InputFusion(Speculator):
         """
         begin, end = torch.zeros_like(start)[:, None], start[:, None]
         x, width = hidden[:, None], hidden.shape[1]
+        slots = cache.slots(start, width)
         visible: dict[int | None, VisibleKeys] = {}
         for number, layer in enumerate(self.decoder_layers()):
             window = self.config.layers.window(number)
@@ -355,7 +356,7 @@ class InputFusion(Speculator):
             def attend(query: Tensor, key: Tensor, value: Tensor, number: int = number, window: int | None = window) -> Tensor:
                 context = cache.context(number, ahead)
                 out = block_attention(query, key, value, *context, begin, end, causal=True, window=window, visible=visible[window])
-                cache.write(number, start, key[:, 0], value[:, 0])
+                cache.write(number, slots, key[:, 0], value[:, 0])
                 return out
 
             x = layer(x, rotation, attend, embedding[:, None])

@@ -329,15 +329,18 @@ class DraftState:
             page_size=self.memory.shape[3],
         )
 
+    def slots(self, start: Tensor, width: int) -> Tensor:
+        """Where tokens at positions start + 0 .. width - 1 of each row go, [rows, width]; the last slot for those beyond it."""
+        return (start[:, None] + torch.arange(width, device=start.device)).clamp_(max=self.memory.shape[3] - 1)
+
     @torch.no_grad()
-    def write(self, layer: int, start: Tensor, key: Tensor, value: Tensor) -> None:
-        """Write [rows, width, heads, head_dim] at positions start + 0 .. width - 1 of each row.
+    def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """Write [rows, width, heads, head_dim] to the slots of each row.
 
         What lies past the committed length is overwritten by the next write and never read before.
         """
-        slots = (start[:, None] + torch.arange(key.shape[1], device=start.device)).clamp_(max=self.keys[layer].shape[1] - 1)
-        self.keys[layer][self._rows, slots] = key.to(self.keys[layer].dtype)
-        self.values[layer][self._rows, slots] = value.to(self.values[layer].dtype)
+        self.keys[layer][self._rows, slots] = key.to(self.memory.dtype)
+        self.values[layer][self._rows, slots] = value.to(self.memory.dtype)
 
     def context(self, layer: int, ahead: int = 0) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer up to `ahead` slots past the longest row: [rows, slots, heads, head_dim].
