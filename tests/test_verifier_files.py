@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, tiny_model
 from torch import Tensor
 
+from speculators.checkpoint import verifier_files
 from speculators.checkpoint.verifier_files import read_verifier_weights
 from speculators.errors import CheckpointError
 from speculators.speculator import VerifierWeights
@@ -130,3 +132,24 @@ def test_a_folder_without_weights_or_a_config_is_refused(tmp_path: Path) -> None
     (tmp_path / "config.json").unlink()
     with pytest.raises(CheckpointError, match="cannot load the verifier"):
         read_verifier_weights(tmp_path)
+
+
+def test_of_a_hub_repository_only_the_shards_that_hold_the_three_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path, max_shard_size="16KB")
+    where = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    fetched: list[tuple[str, str | None]] = []
+
+    def fetch(name: str, file: str, *, revision: str | None) -> str:
+        assert name == "org/verifier"
+        fetched.append((file, revision))
+        if not (tmp_path / file).exists():
+            raise LocalEntryNotFoundError(file)
+        return str(tmp_path / file)
+
+    monkeypatch.setattr(verifier_files, "hf_hub_download", fetch)
+    monkeypatch.setattr(verifier_files.AutoConfig, "from_pretrained", lambda *_, **__: model.config)
+    found = read_verifier_weights("org/verifier", revision="v2")
+    assert_same(found, Verifier(model, None, "org/verifier").weights)
+    needed = {where[name] for name in ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight")}
+    assert set(fetched) == {(file, "v2") for file in {"model.safetensors.index.json", *needed}} and len(needed) < len(set(where.values()))

@@ -1,8 +1,8 @@
 """Checkpoints: folders in the speculators format, whole or absent, checked before they are written and when they are read.
 
 `native` saves and loads, `shared` knows the tensors that belong to the verifier, `validation` the rules between
-configuration, tensors and verifier, `inspection` what can be told of a checkpoint without using it, `card` the model
-card, `hub` uploads, `storage` files.
+configuration, tensors and verifier, `inspection` what can be told of a checkpoint without using it, `verifier_files` what
+is borrowed of a verifier without building it, `card` the model card, `hub` uploads, `storage` files.
 """
 
 from speculators.checkpoint.card import Acceptance, ModelCard

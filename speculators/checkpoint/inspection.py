@@ -135,9 +135,10 @@ def inspect(path_or_repo: str | Path, verifier: VerifierWeights | None = None, *
     problems: list[str] = []
     data = _attempt(problems, read_json, folder / CONFIG_FILE) or {}
     stored = _attempt(problems, read_tensors, folder)
-    name, config = NATIVE, None
+    format_name: str | None = NATIVE
+    config: SpeculatorConfig | None = None
     if data and stored is not None and "speculators_model_type" not in data:
-        name, config, stored = _read_foreign(problems, folder, data, stored, verifier)
+        format_name, config, stored = _read_foreign(problems, folder, data, stored, verifier)
     elif data:
         config = _attempt(problems, read_config_folder, folder, verifier)
     notes: list[str] = []
@@ -159,7 +160,7 @@ def inspect(path_or_repo: str | Path, verifier: VerifierWeights | None = None, *
             problems += [str(offence) for offence in found]
     if embedding_hash is not None:
         notes.append("compact: vLLM and this library take the embedding from the verifier; the speculators library needs the full form")
-    if name not in (None, NATIVE):
+    if format_name not in (None, NATIVE):
         source = shlex.quote(str(path_or_repo))
         notes.append(f"to train, decode or serve it, run `speculators convert {source} DST --verifier VERIFIER` and use DST")
     values = data if config is None else config.model_dump()
@@ -169,9 +170,9 @@ def inspect(path_or_repo: str | Path, verifier: VerifierWeights | None = None, *
     return Inspection(
         source=str(path_or_repo),
         folder=str(folder),
-        format=name,
+        format=format_name,
         method=method,
-        format_version=values.get("speculators_version") if name == NATIVE else None,
+        format_version=values.get("speculators_version") if format_name == NATIVE else None,
         verifier=verifier_name,
         num_draft_tokens=_num_draft_tokens(values),
         max_draft_tokens=None if config is None else config.max_draft_tokens,
@@ -187,7 +188,7 @@ def inspect(path_or_repo: str | Path, verifier: VerifierWeights | None = None, *
         weight_files=tuple(file.name for file in files),
         form=None if config is None else "full" if embedding_hash is None else "compact",
         shared={} if stored is None or config is None else _shared(config, stored.tensors, verifier),
-        vllm=None if config is None or name != NATIVE else _served(config, str(path_or_repo), verifier_name),
+        vllm=None if config is None or format_name != NATIVE else _served(config, str(path_or_repo), verifier_name),
         notes=tuple(notes),
         problems=tuple(dict.fromkeys(problems)),
     )
