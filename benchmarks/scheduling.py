@@ -60,10 +60,11 @@ def timed(
 
 
 def predicted(profile: DrafterProfile, policy: str, rows: int, tokens: int) -> float:
-    """Tokens a second that the simulator expects of the engine: one reply of `tokens` a row, finished rows kept."""
-    workload = Workload.closed_loop(rows, tokens, 1)
+    """Tokens a second that the simulator expects of the engine: replies of `tokens` a row, finished rows kept, many batches."""
+    batches = max(4, 400 // rows)
+    workload = Workload.closed_loop(rows, tokens, batches)
     result = simulate(workload, profile, make_policy(policy, profile, rows), max_batch=rows, packed=False)
-    return float(rows * tokens / result.finish.max())
+    return float(rows * tokens * batches / result.finish.max())
 
 
 def measure_batch(

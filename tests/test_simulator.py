@@ -6,7 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tiny_models import tiny_verifier
+from toy_drafters import BlockTable
 
+from speculators.decoding.engine import generate
+from speculators.decoding.sampling import SamplingParams
+from speculators.decoding.statistics import conditional_acceptance_by_position
 from speculators.decoding.step_times import StepTimes
 from speculators.errors import ConfigError, DataError
 from speculators.serving.simulator import Auto, DrafterProfile, Fixed, Scheduler, Simulation, Threshold, make_policy, simulate
@@ -135,3 +140,22 @@ def test_profiles_and_workloads_that_cannot_be_are_refused(tmp_path: Path) -> No
         Workload.read(trace)
     with pytest.raises(DataError, match="cannot be read"):
         Workload.read(tmp_path / "nowhere.jsonl")
+
+
+@pytest.mark.parametrize(("rows", "batches"), [(1, 14), (8, 5)])
+def test_rounds_of_the_engine_are_predicted_from_its_acceptance(rows: int, batches: int) -> None:
+    """A round costs 1 s, so tokens a second are tokens a verify forward: what time a machine needs does not enter."""
+    verifier = tiny_verifier("llama", vocab_size=8, layers=1)
+    drafter, tokens = BlockTable(8, scale=0.3), 48
+    forwards, rounds = 0, []
+    for batch in range(batches):
+        prompts = [[1 + (row + batch) % 6, 2] for row in range(rows)]
+        sampling = SamplingParams(temperature=1.0, max_new_tokens=tokens + 1, ignore_eos=True, seed=1000 * batch)
+        result = generate(verifier, drafter, prompts, sampling, num_draft_tokens=4)
+        forwards += result.verify_forwards
+        rounds += [a_round for row_rounds in result.rounds for a_round in row_rounds]
+    one_second = StepTimes((1, 2), (0, 4), ((0.0, 0.0),) * 2, ((1.0, 1.0),) * 2)
+    profile = DrafterProfile("measured", np.array([conditional_acceptance_by_position(rounds)]), one_second)
+    workload = Workload.closed_loop(rows, tokens, 400 // rows)
+    simulated = simulate(workload, profile, make_policy("fixed:4", profile, rows), max_batch=rows, packed=False)
+    assert len(workload) * tokens / simulated.finish.max() == pytest.approx(rows * tokens * batches / forwards, rel=0.1)
