@@ -26,7 +26,7 @@ from speculators.decoding.proposal import Observation
 from speculators.errors import ConfigError
 from speculators.kernels.draft_inputs import DraftInputs, draft_inputs
 from speculators.kernels.head_rotation import rotate_heads
-from speculators.kernels.projection import gated_projection, linear
+from speculators.kernels.projection import feed_forward, gated_projection, linear
 from speculators.kernels.visible_keys import VisibleKeys, visible_blocks
 
 # Positions beyond a state's slots that have a rotation: a draft may run past the end where its tokens will not be kept.
@@ -174,8 +174,10 @@ class FeedForward(nn.Module):
         self.up_proj = Projection(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
         self.down_proj = Projection(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., hidden] -> [..., hidden]."""
+    def forward(self, x: Tensor, *, recompute: bool = False) -> Tensor:
+        """[..., hidden] -> [..., hidden]; with `recompute` the backward pass computes all but x again (biases excepted)."""
+        if recompute and self.down_proj.bias is None:
+            return feed_forward(x, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
         gate, up = self.gate_proj(x), self.up_proj(x)
         down = gated_projection(gate, up, self.down_proj.weight)
         return down if self.down_proj.bias is None else down + self.down_proj.bias.to(down.dtype)
@@ -226,28 +228,20 @@ class DecoderLayer(nn.Module):
         query = self.self_attn.query(normed, rotation)
         key, value = self.self_attn.key_value(normed, rotation)
         x = residual + self.self_attn.o_proj(attend(query, key, value).flatten(-2))
-        return _recomputed(self._feed_forward, x) if recompute_feed_forward else self._feed_forward(x)
-
-    def _feed_forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x), recompute=recompute_feed_forward)
         return out
-
-
-def _recomputed(function: Callable[..., Any], *arguments: Any) -> Tensor:
-    """A function's value, of which the backward pass keeps the arguments only and computes the rest again."""
-    # Nothing here draws at random, and restoring a generator's state would break a captured graph.
-    out: Tensor = torch.utils.checkpoint.checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
-    return out
 
 
 def run_layer(
     layer: DecoderLayer, x: Tensor, rotation: Rotation, attend: Attend, embedding: Tensor | None = None, *, checkpointing: Checkpointing
 ) -> Tensor:
     """A layer in training. What `checkpointing` names is computed again in the backward pass instead of being kept."""
+    out: Tensor
     if checkpointing == "layers" and torch.is_grad_enabled():
-        return _recomputed(layer, x, rotation, attend, embedding)
-    again = checkpointing == "feed_forward" and torch.is_grad_enabled()
-    out: Tensor = layer(x, rotation, attend, embedding, recompute_feed_forward=again)
+        # A layer draws nothing at random, and restoring a generator's state would break a captured graph.
+        out = torch.utils.checkpoint.checkpoint(layer, x, rotation, attend, embedding, use_reentrant=False, preserve_rng_state=False)
+    else:
+        out = layer(x, rotation, attend, embedding, recompute_feed_forward=checkpointing == "feed_forward" and torch.is_grad_enabled())
     return out
 
 

@@ -33,7 +33,7 @@ class Objective(FormatModel):
         dpace_alpha: smoothing of "dpace", in [0, 1].
         depth_weights: explicit w_1 .. w_K; overrides position_weights.
         activation_checkpointing: what decoder layers compute again in the backward pass instead of keeping it: nothing, the
-            "feed_forward" (half of their memory for a quarter more arithmetic), or whole "layers" (all but their inputs, for a
+            "feed_forward" (half of their memory for a sixth more arithmetic), or whole "layers" (all but their inputs, for a
             third more). The gradients are the same.
     """
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from speculators.kernels import projection as module
-from speculators.kernels.projection import gated_projection, linear
+from speculators.kernels.projection import feed_forward, gated_projection, linear
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -25,6 +25,19 @@ def test_a_gated_projection_has_the_gradients_of_the_plain_expression(size: int)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     upstream = normal(2, 3, 5).detach()
     for ours, theirs in zip(*(torch.autograd.grad(y, [gate, up, weight], upstream) for y in (found, expected)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
+
+
+def test_a_feed_forward_has_the_gradients_of_the_plain_expression_and_keeps_its_input_only() -> None:
+    x, gate, up, down = normal(2, 3, 7), normal(13, 7), normal(13, 7, seed=1), normal(5, 13)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (kept.append(tensor), tensor)[1], lambda tensor: tensor):
+        found = feed_forward(x, gate, up, down)
+    assert [tensor.shape for tensor in kept] == [x.shape, gate.shape, up.shape, down.shape]
+    expected = (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    upstream = normal(2, 3, 5).detach()
+    for ours, theirs in zip(*(torch.autograd.grad(y, [x, gate, up, down], upstream) for y in (found, expected)), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
 
 
