@@ -22,6 +22,7 @@ from toy_algorithm import Toy
 
 from speculators.errors import ConfigError, TrainingInterrupted
 from speculators.registry import get_algorithm
+from speculators.training import gradients
 from speculators.training import trainer as trainer_module
 from speculators.training.meters import Meters
 from speculators.training.parallel import shard_verifier
@@ -61,6 +62,7 @@ def trained(output: Path | None = None, **fields: Any) -> Outcome:
 
 def everything(folder: Path) -> dict[str, Outcome]:
     """What each of the two processes does."""
+    gradients.BUCKET_BYTES = 1 << 12  # several buckets, also for a tiny drafter
     with process_group() as world:
         outcomes = {name: trained(**fields) for name, fields in RUNS.items()}
         for strategy in ("ddp", "fsdp"):

@@ -6,7 +6,7 @@ import importlib
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,15 @@ from speculators.training.run_folder import CHECKPOINTS, LATEST, STATE_FILE, Run
 from speculators.training.trainer import train
 
 SCRIPT = Path(__file__).parent.parent / "benchmarks" / "kill_and_resume.py"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """As in the processes that are killed: the number of threads may decide the last bit of a sum."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def run(output: Path) -> None:
