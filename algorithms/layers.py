@@ -173,14 +173,15 @@ class FeedForward(nn.Module):
         self.gate_proj = Projection(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
         self.up_proj = Projection(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
         self.down_proj = Projection(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self._has_bias = config.mlp_bias
 
     def forward(self, x: Tensor, *, recompute: bool = False) -> Tensor:
         """[..., hidden] -> [..., hidden]; with `recompute` the backward pass computes all but x again (biases excepted)."""
-        if recompute and self.down_proj.bias is None:
+        if recompute and not self._has_bias:
             return feed_forward(x, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
         gate, up = self.gate_proj(x), self.up_proj(x)
         down = gated_projection(gate, up, self.down_proj.weight)
-        return down if self.down_proj.bias is None else down + self.down_proj.bias.to(down.dtype)
+        return down + self.down_proj.bias.to(down.dtype) if self._has_bias else down
 
 
 class DecoderLayer(nn.Module):

@@ -306,8 +306,10 @@ _LARGEST_BLOCK_MEMORY = 163_840  # bytes that TILES need: A100, H100 and later
 
 
 def _tiles(head_dim: int, device: torch.device) -> tuple[Tiles, Tiles, Tiles]:
-    small = device.type == "cuda" and torch.cuda.get_device_properties(device).shared_memory_per_block_optin < _LARGEST_BLOCK_MEMORY
-    table = SMALL_TILES if small else TILES
+    memory = _LARGEST_BLOCK_MEMORY
+    if device.type == "cuda":
+        memory = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", memory)
+    table = SMALL_TILES if memory < _LARGEST_BLOCK_MEMORY else TILES
     return table[next(size for size in table if head_dim <= size)]
 
 
