@@ -38,11 +38,14 @@ ROWS = without_supervision(packed_rows(7), 0, 3)
 ROWS.loss_mask[1, :18] = False
 HELD_OUT = packed_rows(3, seed=9)
 
+# Evaluations between steps: what is gathered for them must not be trained on.
+AVERAGED = {"method": "dspark", "options": DRAFTERS["dspark"], "optimizer": "muon", "ema_decay": 0.9, "evaluate_every": 2}
+
 RUNS: dict[str, dict[str, Any]] = {
     "ddp-toy-adamw": {},
-    "ddp-dspark-muon": {"method": "dspark", "options": DRAFTERS["dspark"], "optimizer": "muon", "ema_decay": 0.9},
+    "ddp-dspark-muon": AVERAGED,
+    "fsdp-dspark-muon": {**AVERAGED, "parallel": "fsdp"},
     "fsdp-toy-adamw": {"parallel": "fsdp", "peak_tflops": 1e-6},
-    "fsdp-dspark-muon": {"parallel": "fsdp", "method": "dspark", "options": DRAFTERS["dspark"], "optimizer": "muon", "ema_decay": 0.9},
     "fsdp-dflash-sharded-verifier": {"parallel": "fsdp", "shard_verifier": True, "method": "dflash", "options": DRAFTERS["dflash"]},
 }
 
@@ -176,7 +179,7 @@ def without_gaps(reading: Any) -> list[float]:
 def test_two_processes_take_the_steps_that_one_takes_with_two_micro_batches(outcomes: dict[str, Outcome], name: str) -> None:
     fields = {key: value for key, value in RUNS[name].items() if key not in ("parallel", "shard_verifier")}
     alone, spread = trained(accumulation=2, **fields), outcomes[name]
-    assert len(alone["records"]) == len(spread["records"]) == 8  # six steps, two evaluations
+    assert len(alone["records"]) == len(spread["records"]) == (10 if "evaluate_every" in fields else 8)
     for one, two in zip(alone["records"], spread["records"], strict=True):
         assert (two["kind"], two["step"]) == (one["kind"], one["step"])
         for key in ("loss", "gradient_norm", "acceptance", "greedy_acceptance"):
@@ -235,8 +238,7 @@ def test_a_signal_to_one_process_stops_all_and_the_resumed_run_ends_bit_for_bit_
 
 def test_the_state_of_a_spread_run_is_whole_so_that_any_number_of_processes_goes_on(outcomes: dict[str, Outcome]) -> None:
     folder = outcomes["folder"]["path"] / "fsdp" / "whole"
-    fields = {"method": "dspark", "options": DRAFTERS["dspark"], "optimizer": "muon", "ema_decay": 0.9}
-    longer = trained(folder, resume=True, accumulation=2, steps=8, **fields)
+    longer = trained(folder, resume=True, accumulation=2, steps=8, **AVERAGED)
     assert [record["step"] for record in train_records(longer)] == [7, 8]
     assert all(record["skipped_steps"] == 0 for record in train_records(longer))
 

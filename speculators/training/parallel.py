@@ -70,7 +70,10 @@ def parallelise(speculator: Speculator, world: World, strategy: Literal["ddp", "
     sharded.set_force_sum_reduction_for_comms(True)
 
     def loss(batch: TrainingBatch) -> LossOutput:
-        return LossOutput(*root(batch))
+        output = LossOutput(*root(batch))
+        if not torch.is_grad_enabled():
+            sharded.reshard()  # only a backward pass drops the gathered weights by itself, and they must not outlive a change
+        return output
 
     return Parallel(world, Sharding(world), loss, sharded=True)
 

@@ -61,13 +61,13 @@ class RunFolder:
                 raise ConfigError(f"{link} is not a link that training made; move it away or name another output folder")
 
     def check_space(self, needed: int) -> None:
-        """Refuse a disk that is too small, before any work is done for it.
+        """Refuse a disk that is too small, before any work is done for it. What a resumed run has written already counts as free.
 
         Raises:
             DataError: less than `needed` bytes are free.
         """
         nearest = next(part for part in (self.path.absolute(), *self.path.absolute().parents) if part.exists())
-        free = shutil.disk_usage(nearest).free
+        free = shutil.disk_usage(nearest).free + sum(file.stat().st_size for file in (self.path / CHECKPOINTS).glob("step-*/*"))
         if free < needed:
             raise DataError(
                 f"the checkpoints of this run need {needed / 1e9:.1f} GB, and {self.path} has {free / 1e9:.1f} GB free;"
@@ -88,10 +88,10 @@ class RunFolder:
             raise ConfigError(f"another process is training in {self.path}; wait for it or name another output folder") from None
         except OSError:
             pass  # a file system without locks
-        half_written = [
-            *(self.path / CHECKPOINTS).glob(".*step-*.partial"),
-            *self.path.absolute().parent.glob(f".{self.path.name}.*.partial"),
-        ]
+        place = self.path.absolute()
+        of_the_drafter = re.compile(rf"\.{re.escape(place.name)}\.[0-9a-f]{{12}}\.partial")  # as saving a drafter names it
+        half_written = [*(self.path / CHECKPOINTS).glob(".*step-*.partial")]
+        half_written += [folder for folder in place.parent.glob(".*.partial") if of_the_drafter.fullmatch(folder.name)]
         for folder in half_written:
             shutil.rmtree(folder, ignore_errors=True)
 
