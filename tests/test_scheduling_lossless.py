@@ -27,6 +27,7 @@ from speculators.decoding.length_schedules import (
 from speculators.decoding.sampling import SamplingParams
 from speculators.decoding.scheduling import survival
 from speculators.decoding.statistics import Round
+from speculators.registry import get_algorithm
 
 # Steps a second for one request at 1 to 4 tokens: unsure first drafts do not pay for themselves, with sure ones after them they do.
 ALONE = np.array([1.0, 1.0, 0.7, 0.6, 0.5])
@@ -120,3 +121,29 @@ def test_every_schedule_is_told_each_round_of_the_active_rows() -> None:
     result = generate(verifier("llama"), SequentialTable(VOCABULARY), PROMPTS, SamplingParams(max_new_tokens=12), schedule=Told())
     assert len(told) == result.verify_forwards
     assert sorted(r.emitted for rounds in told for r in rounds) == sorted(r.emitted for row in result.rounds for r in row)
+
+
+class Rotating(FixedLength):
+    """0, 1, 2, .. K drafts, and again: rounds that do not ask the drafter included."""
+
+    def __init__(self) -> None:
+        self.rounds = -1
+
+    def draft_tokens(self, limit: int) -> int:
+        return (self.rounds + 1) % (limit + 1)
+
+    def record(self, rounds: Sequence[Round]) -> None:
+        self.rounds += 1
+
+
+@pytest.mark.parametrize("method", ["eagle3", "peagle", "dflash", "dspark"])
+def test_every_method_drafts_on_after_rounds_without_drafts_and_of_other_lengths(method: str) -> None:
+    expected = transformers_replies("llama")
+    torch.manual_seed(0)
+    options = {"num_layers": 1, "num_draft_tokens": 4, "aux_hidden_state_layer_ids": [0, 1], "mask_token_id": 6}
+    drafter = get_algorithm(method).speculator_class.from_verifier(verifier("llama").weights, **options).eval()
+    sampling = SamplingParams(max_new_tokens=24)
+    for schedule in (Rotating(), ConfidenceThreshold(0.03)):
+        result = generate(verifier("llama"), drafter, PROMPTS, sampling, schedule=schedule)
+        assert result.token_ids == expected
+        assert len({r.proposed for row in result.rounds for r in row}) > 1

@@ -86,25 +86,18 @@ def calibrate(
     progress, console = Console(stderr=True), Console()
     results = []
     for degree in temperatures:
-        # Each prompt draws by a seed of its own, seed + its index: another reply's seeds begin far beyond them.
-        seeds = [seed + 1_000_003 * reply for reply in range(replies if degree else 1)]
-        records = calibration_records.Records.join(
-            [
-                calibration_records.collect(
-                    target,
-                    drafter,
-                    chosen,
-                    SamplingParams(temperature=degree, max_new_tokens=max_new_tokens, seed=of_reply),
-                    num_draft_tokens=drafter.default_draft_tokens,
-                    batch_size=batch_size,
-                    folder=folder,
-                    fingerprint=identity,
-                    on_progress=lambda text, label=f"temperature {degree:g}, reply {reply}": progress.print(
-                        f"{label}: {text}", style="dim"
-                    ),
-                )
-                for reply, of_reply in enumerate(seeds, start=1)
-            ]
+        progress.print(f"collecting rounds at temperature {degree:g}", style="dim")
+        records = calibration_records.collect(
+            target,
+            drafter,
+            chosen,
+            SamplingParams(temperature=degree, max_new_tokens=max_new_tokens, seed=seed),
+            num_draft_tokens=drafter.default_draft_tokens,
+            batch_size=batch_size,
+            folder=folder,
+            fingerprint=identity,
+            replies=replies,
+            on_progress=lambda text: progress.print(text, style="dim"),
         )
         results += calibration_report.calibrate(records, chosen, drafter.confidence_source, degree, min_rounds=min_rounds)
     for result in results:

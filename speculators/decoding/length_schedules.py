@@ -210,7 +210,7 @@ class AutoLength:
     @property
     def acceptance(self) -> npt.NDArray[np.float64]:
         """[K] the present estimate of each draft's conditional acceptance."""
-        return self._accepted / self._reached
+        return np.asarray(self._accepted / self._reached, dtype=np.float64)
 
     def draft_tokens(self, limit: int) -> int:
         """See the class."""

@@ -126,9 +126,9 @@ class StepTimes:
         """
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
-            tables = {name: tuple(tuple(map(float, line)) for line in data[name]) for name in ("draft_seconds", "verify_seconds")}
-            axes = {name: tuple(map(int, data[name])) for name in ("rows", "drafts")}
-            return cls(**axes, **tables, machine=str(data.get("machine", "")), kind=str(data.get("kind", "decode")))
+            rows, drafts = (tuple(map(int, data[name])) for name in ("rows", "drafts"))
+            draft, verify = (tuple(tuple(map(float, line)) for line in data[name]) for name in ("draft_seconds", "verify_seconds"))
+            return cls(rows, drafts, draft, verify, machine=str(data.get("machine", "")), kind=str(data.get("kind", "decode")))
         except FileNotFoundError:
             raise DataError(f"no step times at {path}: the file does not exist; write it with benchmarks/scheduling.py") from None
         except (OSError, ValueError, KeyError, TypeError, ConfigError) as error:

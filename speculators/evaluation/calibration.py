@@ -115,7 +115,7 @@ def logits_of(confidence: npt.ArrayLike) -> Floats:
 def prefix_probabilities(logits: Floats, temperatures: Sequence[float], offsets: Sequence[float] = (0.0,)) -> Floats:
     """a_k of the module's formula: [n, K] logits, K temperatures and K offsets (or one for all) -> [n, K]."""
     scaled = logits / np.asarray(temperatures, dtype=np.float64) + np.asarray(offsets, dtype=np.float64)
-    return np.cumprod(_sigmoid(scaled), axis=1)
+    return np.asarray(np.cumprod(_sigmoid(scaled), axis=1), dtype=np.float64)
 
 
 def fit_sequential_temperatures(

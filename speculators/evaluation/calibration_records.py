@@ -7,6 +7,7 @@ drafted stop token do not count, whether it was accepted or not, nor do those be
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +33,8 @@ from speculators.verifier import Verifier
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
+
+_REPLY_SEEDS = 1_000_003  # between the seeds of a prompt's replies: more than there are prompts
 
 
 @dataclass(frozen=True)
@@ -166,6 +169,7 @@ def collect(
     batch_size: int,
     folder: Path,
     fingerprint: str,
+    replies: int = 1,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> Records:
     """Collect the rounds of all prompts, a file a batch, and go on where an earlier call was interrupted.
@@ -178,6 +182,7 @@ def collect(
         batch_size: prompts decoded together.
         folder: of the files; made if needed.
         fingerprint: of everything else that the rounds depend on. Files of another one are left alone and not read.
+        replies: replies a prompt where sampled; greedy decoding has one.
         on_progress: called after every batch.
 
     Raises:
@@ -187,10 +192,11 @@ def collect(
         raise DataError("there are no prompts to calibrate on; pass --data or --prompts with some")
     make_folder(folder)
     parts = []
-    for first in range(0, len(prompts), batch_size):
+    replies = 1 if sampling.greedy else replies
+    for reply, first in itertools.product(range(replies), range(0, len(prompts), batch_size)):
         batch = prompts[first : first + batch_size]
-        # The engine draws by (seed, row): the first prompt in the seed keeps every prompt's draws its own.
-        params = replace(sampling, seed=sampling.seed + first)
+        # The engine draws by (seed, row): the first prompt in the seed keeps every prompt's draws its own, and other replies lie beyond.
+        params = replace(sampling, seed=sampling.seed + _REPLY_SEEDS * reply + first)
         # Named one by one: an option that is new in a later version does not throw these rounds away.
         drawn = [params.temperature, params.top_k, params.top_p, params.min_p, params.repetition_penalty, params.seed]
         ended = [params.max_new_tokens, params.stop_token_ids, params.ignore_eos]
@@ -205,7 +211,8 @@ def collect(
             parts.append(Records(**load_file(file)))
         except (SafetensorError, TypeError) as error:
             raise DataError(f"{file} is damaged ({error}); remove it, and its rounds are collected again") from None
-        on_progress(f"{min(first + batch_size, len(prompts))} of {len(prompts)} prompts, {sum(map(len, parts)):,} rounds")
+        done = reply * len(prompts) + min(first + batch_size, len(prompts))
+        on_progress(f"{done} of {replies * len(prompts)} replies, {sum(map(len, parts)):,} rounds")
     records = Records.join(parts)
     if not len(records):
         raise DataError(f"{len(prompts)} prompts gave no round with a draft; raise --max-new-tokens or use more prompts")

@@ -118,14 +118,18 @@ def _result(fit: Records, judged: Records, domain: str, source: ConfidenceSource
         temperatures = fit_sequential_temperatures(logits, fit.accepted, fit.observed)
         scaling, offset = fit_sequential_scaling(logits, fit.accepted, fit.observed)
         unseen = logits_of(judged.confidence)
-        sides = [prefix_probabilities(unseen, t, b) for t, b in (([1.0] * len(scaling), (0.0,)), (temperatures, (0.0,)), (scaling, offset))]
+        sides = [
+            prefix_probabilities(unseen, [1.0] * len(scaling)),
+            prefix_probabilities(unseen, temperatures),
+            prefix_probabilities(unseen, scaling, offset),
+        ]
         whole = sides[-1][judged.observed == judged.confidence.shape[1]]
         kept = whole[np.unique(np.linspace(0, len(whole) - 1, SAMPLE).round().astype(int))] if len(whole) else whole
         conditional = kept / np.concatenate([np.ones((len(kept), 1)), kept[:, :-1]], axis=1)
     raw, temperatures_only, calibrated = (tuple(quality_by_position(side, judged.accepted, judged.observed)) for side in sides)
-    rounded = (tuple(round(value, 6) for value in values) for values in (scaling, offset, acceptance))
+    t, b, measured = (tuple(round(value, 6) for value in values) for values in (scaling, offset, acceptance))
     return CalibrationResult(
-        Calibration(temperature, domain, source, *rounded, rounds=len(fit)),
+        Calibration(temperature, domain, source, t, b, measured, len(fit)),
         fit_prompts=len(np.unique(fit.prompt)),
         validation_prompts=len(np.unique(judged.prompt)),
         validation_rounds=len(judged),
