@@ -12,7 +12,6 @@ import foreign_checkpoints as foreign
 import pytest
 import torch
 from foreign_checkpoints import copies, deepspec_config, write
-from test_overfit import PROMPT, REPLY, chaotic_verifier, learn
 from tiny_checkpoints import config_of, frozen_embedding, reduced, tensors_of
 from tiny_drafters import TAPS, decode_logits, drafter, packed_batch, verifier_weights
 from tiny_models import tiny_verifier
@@ -22,8 +21,6 @@ from speculators.checkpoint import load, save
 from speculators.checkpoint.convert import FORMATS, convert, detect_format, format_names
 from speculators.checkpoint.convert.fields import native_taps
 from speculators.cli.main import app
-from speculators.decoding.engine import generate
-from speculators.decoding.sampling import SamplingParams
 from speculators.errors import CheckpointError, ConfigError, PairingError
 
 SOURCES: dict[str, tuple[Callable[[Path], Path], str]] = {
@@ -134,21 +131,6 @@ def test_an_explicit_anchor_key_overrules_the_formats_rule(keys: dict[str, bool]
     config = config_of(tmp_path / "native")
     assert config["sample_from_anchor"] is expected
     assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == (6 if expected else 5)
-
-
-def test_read_by_the_wrong_anchor_rule_a_trained_drafter_loses_its_first_position(tmp_path: Path) -> None:
-    verifier, conversation = chaotic_verifier()
-    save(learn("dflash", verifier, conversation), tmp_path / "trained", dtype="float32")
-    convert(tmp_path / "trained", tmp_path / "z", to="z-lab", verifier=verifier.weights)
-    first_accepted = {}
-    for name, changes in (("right", {}), ("wrong", {"sample_from_anchor": True})):
-        write(tmp_path / name, config_of(tmp_path / "z") | changes, tensors_of(tmp_path / "z"))
-        convert(tmp_path / name, tmp_path / f"native-{name}", verifier=verifier.weights)
-        sampling = SamplingParams(max_new_tokens=REPLY, ignore_eos=True)
-        rounds = generate(verifier, load(tmp_path / f"native-{name}", verifier.weights), [PROMPT], sampling).rounds[0]
-        first_accepted[name] = sum(r.accepted > 0 for r in rounds) / sum(r.proposed > 0 for r in rounds)
-    assert first_accepted["right"] >= 0.9
-    assert first_accepted["wrong"] <= 0.1
 
 
 def test_contradicting_anchor_keys_are_refused(tmp_path: Path) -> None:

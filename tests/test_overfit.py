@@ -6,14 +6,19 @@ Most silent faults between training and decoding (labels, positions, taps, masks
 from __future__ import annotations
 
 import copy
+import shutil
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tiny_checkpoints import config_of, edit_config
 from tiny_models import tiny_verifier
 
 from speculators.algorithms.anchors import Supervision
+from speculators.checkpoint import save
+from speculators.checkpoint.convert import convert
 from speculators.data.rows import Conversation
 from speculators.decoding.engine import generate
 from speculators.decoding.sampling import SamplingParams
@@ -108,3 +113,36 @@ def test_positions_shifted_by_one_are_noticed(method: str) -> None:
 
     speculator.observe = late  # type: ignore[method-assign]
     assert accepted_share(verifier, speculator) < 0.5
+
+
+def first_position_accepted(verifier: Verifier, checkpoint: Path) -> float:
+    """Share of the rounds in which the first draft is accepted."""
+    drafter = Speculator.from_pretrained(checkpoint, verifier.weights)
+    rounds = generate(verifier, drafter, [PROMPT], SamplingParams(max_new_tokens=REPLY, ignore_eos=True)).rounds[0]
+    return sum(r.accepted > 0 for r in rounds) / sum(r.proposed > 0 for r in rounds)
+
+
+@pytest.mark.parametrize(("method", "left"), [("dflash", 0.1), ("dspark", 0.4)])
+def test_read_by_the_wrong_anchor_rule_a_trained_drafter_loses_its_first_position(method: str, left: float, tmp_path: Path) -> None:
+    """C19's alarm: no tensor tells the two rules apart, and no engine complains.
+
+    DSpark's sequential head still knows which token follows which, whatever slot it corrects.
+    """
+    verifier, speculator = learned(method)
+    save(speculator, tmp_path / "right", dtype="float32")
+    shutil.copytree(tmp_path / "right", tmp_path / "wrong")
+    predicts = not config_of(tmp_path / "right")["sample_from_anchor"]
+    proposal = config_of(tmp_path / "right")["speculators_config"]
+    proposal["proposal_methods"][0]["speculative_tokens"] = K if predicts else K - 1
+    edit_config(tmp_path / "wrong", sample_from_anchor=predicts, speculators_config=proposal)
+    assert first_position_accepted(verifier, tmp_path / "right") >= 0.9
+    assert first_position_accepted(verifier, tmp_path / "wrong") <= left
+
+
+def test_a_format_that_names_no_anchor_rule_is_converted_by_its_own(tmp_path: Path) -> None:
+    verifier, speculator = learned("dflash")
+    save(speculator, tmp_path / "trained", dtype="float32")
+    convert(tmp_path / "trained", tmp_path / "z-lab", to="z-lab", verifier=verifier.weights)
+    assert "sample_from_anchor" not in config_of(tmp_path / "z-lab")
+    convert(tmp_path / "z-lab", tmp_path / "again", verifier=verifier.weights)
+    assert first_position_accepted(verifier, tmp_path / "again") >= 0.9
