@@ -293,7 +293,7 @@ def test_an_error_after_the_reply_has_begun_stands_on_its_own_line(world: World,
     def broken(*arguments: object) -> None:
         raise ConfigError("the third round failed")
 
-    monkeypatch.setattr("speculators.decoding.engine.Batch.round", broken)
+    monkeypatch.setattr("speculators.decoding.batch.Batch.round", broken)
     result = run("generate", "w5 w6", "--verifier", world.verifier, "--dtype", "float32", "--device", "cpu")
     assert result.exit_code == 2 and "the third round failed" in result.stderr
     assert result.stdout.endswith("\n")

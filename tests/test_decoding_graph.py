@@ -9,7 +9,8 @@ import torch
 from tiny_models import tiny_verifier
 from toy_drafters import SequentialTable
 
-from speculators.decoding.engine import Batch, generate
+from speculators.decoding.batch import Batch
+from speculators.decoding.engine import generate
 from speculators.decoding.graph import StaticState
 from speculators.decoding.length_schedules import FixedLength
 from speculators.decoding.prompt_lookup import PromptLookup

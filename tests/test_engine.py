@@ -11,7 +11,7 @@ from tiny_models import tiny_verifier
 from torch import Tensor
 from toy_drafters import BlockTable, Constant, Oracle, RandomTokens, SequentialTable, ToyDrafter, ToyState
 
-from speculators.decoding import engine
+from speculators.decoding import batch
 from speculators.decoding.cache import KeyValueCache
 from speculators.decoding.engine import Generation, generate
 from speculators.decoding.length_schedules import ConfidenceThreshold, FixedLength, PrefixScheduler
@@ -157,7 +157,7 @@ def test_cache_and_observations_advance_by_the_anchor_and_the_accepted_drafts(mo
 
 @pytest.mark.parametrize("prefill_width", [512, 3, 1])
 def test_observations_join_to_the_sequence_and_its_hidden_states(prefill_width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "PREFILL_WIDTH", prefill_width)
+    monkeypatch.setattr(batch, "PREFILL_WIDTH", prefill_width)
     drafter = Tapping(VOCABULARY)
     result = generate(verifier(), drafter, PROMPTS, SamplingParams(max_new_tokens=20, ignore_eos=True), num_draft_tokens=4)
     assert result.token_ids == plain(20).token_ids
@@ -200,7 +200,7 @@ def test_drafter_is_asked_for_the_same_number_of_drafts_in_every_round() -> None
 
 @pytest.mark.parametrize("prefill_width", [512, 3])
 def test_drafters_are_told_how_long_rows_can_be_without_asking_the_device(prefill_width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "PREFILL_WIDTH", prefill_width)
+    monkeypatch.setattr(batch, "PREFILL_WIDTH", prefill_width)
     for drafter in (oracle(), oracle([0, 2]), RandomTokens(VOCABULARY)):
         generate(verifier(), drafter, PROMPTS, SamplingParams(max_new_tokens=20, ignore_eos=True), num_draft_tokens=4)
         for o in drafter.state.observations:
@@ -346,7 +346,7 @@ def test_acceptance_statistics_of_no_rounds_are_zero() -> None:
 def test_verifying_in_memory_sized_parts_changes_nothing(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     sampling = SamplingParams(temperature=temperature, repetition_penalty=1.2, max_new_tokens=20, ignore_eos=True)
     whole = generate(verifier(), SequentialTable(VOCABULARY), PROMPTS, sampling)
-    monkeypatch.setattr(engine, "MAX_ELEMENTS", 1)
+    monkeypatch.setattr(batch, "MAX_ELEMENTS", 1)
     assert generate(verifier(), SequentialTable(VOCABULARY), PROMPTS, sampling).token_ids == whole.token_ids
 
 

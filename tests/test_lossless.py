@@ -14,7 +14,7 @@ from tiny_models import tiny_model, tiny_verifier
 from torch import Tensor
 from toy_drafters import BlockTable, Oracle, RandomTokens, SequentialTable
 
-from speculators.decoding import engine, rejection, sampling
+from speculators.decoding import batch, rejection, sampling
 from speculators.decoding.engine import generate
 from speculators.decoding.prompt_lookup import PromptLookup
 from speculators.decoding.proposal import Drafter
@@ -220,7 +220,7 @@ def test_residual_that_is_not_subtracted_is_noticed(monkeypatch: pytest.MonkeyPa
 
 def test_top_p_on_the_draft_side_only_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     without_top_p = SamplingParams(temperature=0.7)
-    monkeypatch.setattr(engine, "probabilities", lambda logits, params, seen: sampling.probabilities(logits, without_top_p))
+    monkeypatch.setattr(batch, "probabilities", lambda logits, params, seen: sampling.probabilities(logits, without_top_p))
     assert_fault_is_noticed(TOP_P)
 
 

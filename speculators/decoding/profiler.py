@@ -22,7 +22,7 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from speculators.data.default_verifier import cache_folder
-from speculators.decoding.engine import prepare
+from speculators.decoding.batch import prepare
 from speculators.decoding.length_schedules import FixedLength
 from speculators.decoding.proposal import Drafter
 from speculators.decoding.sampling import SamplingParams

@@ -1,0 +1,324 @@
+"""One batch of rows in decoding: its state on the verifier's device, the prefill, and what a round does to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from speculators.decoding.calibration import calibration_for
+from speculators.decoding.graph import LENGTH_MULTIPLE, GraphedRounds, StaticState, reusable
+from speculators.decoding.length_schedules import LengthSchedule
+from speculators.decoding.proposal import Drafter, Observation, Proposal
+from speculators.decoding.rejection import Acceptance, accept_greedy
+from speculators.decoding.sampling import MAX_ELEMENTS, RoundSampler, SamplingParams, penalised, probabilities
+from speculators.errors import ConfigError
+from speculators.kernels.greedy_verification import greedy_verification
+from speculators.kernels.rejection_sampling import Distributions, rejection_sampling
+from speculators.verifier import Verifier
+
+# Prompts run in pieces: attention masks and hidden states of a piece stay small whatever the prompt's length.
+PREFILL_WIDTH = 512
+PREFILL_TOKENS = 32768
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """What is verified: token_ids [rows, width] int64, of which lengths [rows] count; probabilities as in `Proposal`."""
+
+    token_ids: Tensor
+    lengths: Tensor
+    probabilities: Tensor | None
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """One round of every row, on the device; rows that were finished before emit 0 tokens.
+
+    tokens: [rows, width + 1], the accepted drafts, then the next token, then padding. proposed, accepted, emitted: [rows],
+    as in `Round`. stopped: [rows] bool, ended by a stop token now. finished: [rows] bool, ended now or before.
+    """
+
+    tokens: Tensor
+    proposed: Tensor
+    accepted: Tensor
+    emitted: Tensor
+    stopped: Tensor
+    finished: Tensor
+
+
+class Batch:
+    """The rows of one `generate` call, as tensors on the verifier's device.
+
+    Attributes:
+        longest: an upper bound of the cache's lengths, which the host knows and keeps current between rounds.
+    """
+
+    def __init__(
+        self,
+        verifier: Verifier,
+        drafter: Drafter | None,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        draft_tokens: int,
+        schedule: LengthSchedule,
+        max_length: int | None = None,
+    ) -> None:
+        self.verifier, self.drafter, self.sampling = verifier, drafter, sampling
+        self.draft_tokens, self.schedule = draft_tokens, schedule
+        self.calibration = None if drafter is None else calibration_for(drafter, sampling.temperature)
+        self.longest = 0
+        self.graphs: GraphedRounds | None = None
+        self._static_length: int | None = None
+        device, rows = verifier.device, len(prompts)
+        max_length = longest_row(prompts, sampling, draft_tokens) if max_length is None else max_length
+        self.cache = verifier.new_cache(rows, max_length)
+        self.taps = tuple(drafter.aux_hidden_state_layer_ids) if drafter is not None else ()
+        self.draft_state = drafter.new_state(rows, max_length, device, verifier.dtype) if drafter is not None else None
+
+        stop_ids = verifier.stop_token_ids if sampling.stop_token_ids is None else sampling.stop_token_ids
+        self.stop_ids = torch.tensor(() if sampling.ignore_eos else stop_ids, dtype=torch.int64, device=device)
+        self.rows = torch.arange(rows, device=device)
+        self.anchor = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.emitted = torch.zeros_like(self.anchor)  # tokens of the reply so far
+        self.finished = torch.zeros(rows, dtype=torch.bool, device=device)
+        self.round_index = torch.zeros((), dtype=torch.int64, device=device)
+        # Tokens of each row's prompt and reply, for the repetition penalty alone.
+        self.seen = None if sampling.repetition_penalty == 1.0 else torch.zeros(rows, verifier.vocab_size, dtype=torch.bool, device=device)
+
+    # -- before the first round ------------------------------------------------------------------------------
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> RoundResult:
+        """Run the prompts, draw each row's first token (the first anchor), and let the drafter observe the prompts."""
+        device = self.verifier.device
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+        width = max(map(len, prompts))
+        token_ids = torch.tensor([[*prompt, *[prompt[-1]] * (width - len(prompt))] for prompt in prompts], device=device)
+        following = token_ids.roll(-1, dims=1)  # the token after each, once the first token stands at each row's end
+        if self.seen is not None:
+            self.seen.scatter_(1, token_ids, True)  # padding repeats the last token, which is seen anyway
+
+        piece_width = min(PREFILL_WIDTH, max(1, PREFILL_TOKENS // len(prompts)))
+        for start_column in range(0, width, piece_width):
+            piece = slice(start_column, start_column + piece_width)
+            start = self.cache.lengths
+            counts = (lengths - start).clamp(max=piece_width)
+            output = self.verifier.forward(token_ids[:, piece], self.cache, self.taps)
+            last = (counts - 1).clamp(min=0)
+            acceptance = self._accept(output.last_hidden_state[self.rows, last][:, None], self._no_drafts())
+            ends_here = (counts > 0) & (start + counts == lengths)
+            self.anchor = torch.where(ends_here, acceptance.next_token, self.anchor)
+            following.scatter_(1, lengths[:, None] - 1, self.anchor[:, None])
+            self.cache.lengths = start + counts
+            self.longest = min(width, start_column + piece_width)
+            self._observe(token_ids[:, piece], following[:, piece], output.hidden_states, start, counts)
+        return self._commit(self.anchor[:, None], torch.zeros_like(self.anchor), torch.zeros_like(self.anchor))
+
+    # -- rounds over static buffers --------------------------------------------------------------------------
+
+    def use_static_buffers(self, *, capture: bool) -> None:
+        """Run `next_round` over static buffers from now on, on CUDA as graphs (`capture`); before anything has run."""
+        names = ("anchor", "emitted", "finished", "round_index", "seen", "draft_state")
+        self.state = StaticState([(self, names), (self.cache, ("lengths",))])
+        self.graphs = GraphedRounds(self.state, self._static_round, self.cache.max_length, capture=capture)
+
+    def next_round(self) -> RoundResult:
+        """A round, as a graph where the batch uses them. Its tensors hold until the next one."""
+        if self.graphs is None:
+            return self.round()
+        drafts = 0 if self.drafter is None else self.schedule.draft_tokens(self.draft_tokens)
+        result: RoundResult = self.graphs.round(drafts, self.longest + drafts + 1)
+        return result
+
+    def _static_round(self, length: int) -> RoundResult:
+        """A round whose attention reads `length` positions, which the caller knows to be enough."""
+        self._static_length = length
+        try:
+            return self.round()
+        finally:
+            self._static_length = None
+
+    # -- one round, in the order it happens ------------------------------------------------------------------
+
+    def round(self) -> RoundResult:
+        """Propose, verify, accept, observe."""
+        return self.verify(self.propose())
+
+    def verify(self, drafts: Drafts) -> RoundResult:
+        """The half of a round after drafting: verify, accept, observe."""
+        block = torch.cat([self.anchor[:, None], drafts.token_ids], dim=1)
+        output = self.verifier.forward(block, self.cache, self.taps, static_length=self._read_length(block.shape[1]))
+        acceptance = self._accept(output.last_hidden_state, drafts)
+
+        next_token = acceptance.next_token[:, None]
+        tokens = torch.cat([drafts.token_ids, next_token], dim=1).scatter(1, acceptance.accepted[:, None], next_token)
+        result = self._commit(tokens, drafts.lengths, acceptance.accepted)
+
+        # The block's columns 0 .. accepted (anchor and accepted drafts) stay in the cache; the others are left behind.
+        start, counts = self.cache.lengths, torch.where(self.finished, 0, result.emitted)
+        self.cache.lengths = start + counts
+        self.anchor = torch.where(self.finished, self.anchor, acceptance.next_token)
+        self.longest += block.shape[1]
+        self._observe(block, tokens, output.hidden_states, start, counts)
+        return result
+
+    def _read_length(self, width: int) -> int | None:
+        """Cached positions that the verifier's attention reads; None lets the cache ask the device, which is free on the CPU alone."""
+        if self._static_length is not None or self.verifier.device.type == "cpu":
+            return self._static_length
+        return min(self.longest + width, self.cache.max_length)
+
+    def propose(self) -> Drafts:
+        """Ask the drafter for as many drafts as the schedule wants; cut them by it, and so that no row can exceed its budget."""
+        self.round_index = self.round_index + 1
+        draft_tokens = 0 if self.drafter is None else self.schedule.draft_tokens(self.draft_tokens)
+        if self.drafter is None or draft_tokens == 0:
+            return self._no_drafts()
+        # The verifier adds a token of its own after the drafts, so one less than what remains.
+        room = torch.where(self.finished, 0, self.sampling.max_new_tokens - self.emitted - 1)
+        # On the CPU a forward costs what its width is, and the host sees every tensor; elsewhere asking would cost a synchronisation.
+        on_cpu = room.device.type == "cpu"
+        wants_confidence = self.schedule.needs_confidence
+        sampler = RoundSampler(
+            self.sampling,
+            self.rows,
+            self.round_index,
+            self.seen,
+            estimate_confidence=wants_confidence,
+            keep=(lambda confidence: self._lengths(confidence, room)) if wants_confidence and on_cpu else None,
+        )
+        proposal = self.drafter.propose(self.draft_state, self.anchor, sampler, draft_tokens)
+        self._check_proposal(proposal, draft_tokens)
+        lengths = self._lengths(proposal.confidence, torch.minimum(proposal.lengths, room))
+        width = int(lengths.max()) if on_cpu else proposal.token_ids.shape[1]
+        q = proposal.probabilities
+        return Drafts(proposal.token_ids[:, :width], lengths, None if q is None else q[:, :width])
+
+    def _lengths(self, confidence: Tensor | None, available: Tensor) -> Tensor:
+        """What the schedule makes of the confidences [rows, k] and the drafts available [rows]."""
+        if not self.schedule.needs_confidence:
+            return self.schedule.lengths(None, available, ~self.finished)
+        assert confidence is not None
+        if self.calibration is not None:
+            confidence = self.calibration.apply(confidence)
+        return self.schedule.lengths(confidence, available.clamp(max=confidence.shape[1]), ~self.finished)
+
+    def _accept(self, last_hidden_state: Tensor, drafts: Drafts) -> Acceptance:
+        """Verify drafts against the verifier's distributions, as many rows at a time as memory allows.
+
+        last_hidden_state: [rows, width + 1, hidden], of the anchor and the drafts.
+        """
+        width = drafts.token_ids.shape[1]
+        rows_at_once = max(1, MAX_ELEMENTS // ((width + 1) * self.verifier.vocab_size))
+        parts = []
+        for first in range(0, len(self.rows), rows_at_once):
+            part = slice(first, first + rows_at_once)
+            token_ids, lengths = drafts.token_ids[part], drafts.lengths[part]
+            logits = self.verifier.logits(last_hidden_state[part])
+            seen = None if self.seen is None else _seen_in_block(self.seen[part], token_ids)
+            if self.sampling.greedy and seen is None:
+                parts.append(greedy_verification(token_ids, lengths, logits))
+            elif self.sampling.greedy:
+                parts.append(accept_greedy(token_ids, lengths, penalised(logits, self.sampling, seen).argmax(-1)))
+            else:
+                # Kernels take plain logits as they are; what else shapes a distribution, the pipeline applies.
+                from_logits = logits.is_cuda and self.sampling.only_temperature
+                target = (
+                    Distributions(logits, self.sampling.temperature)
+                    if from_logits
+                    else Distributions(probabilities(logits, self.sampling, seen))
+                )
+                parts.append(
+                    rejection_sampling(
+                        token_ids,
+                        lengths,
+                        target,
+                        None if drafts.probabilities is None else Distributions(drafts.probabilities[part]),
+                        seed=self.sampling.seed,
+                        rows=self.rows[part],
+                        round_index=self.round_index,
+                        verification=self.sampling.verification,
+                    )
+                )
+        return Acceptance(torch.cat([part.accepted for part in parts]), torch.cat([part.next_token for part in parts]))
+
+    def _commit(self, tokens: Tensor, proposed: Tensor, accepted: Tensor) -> RoundResult:
+        """Add tokens[:, : accepted + 1] to the replies, up to the first stop token.
+
+        tokens: [rows, width + 1]; proposed, accepted: [rows].
+        """
+        column = torch.arange(tokens.shape[1], device=tokens.device)
+        stops = (tokens[..., None] == self.stop_ids).any(-1) & (column <= accepted[:, None])
+        stopped = stops.any(1) & ~self.finished
+        emitted = torch.where(stopped, stops.long().argmax(1), accepted) + 1
+        emitted = torch.where(self.finished, 0, emitted)
+        if self.seen is not None:
+            self.seen.scatter_(1, torch.where(column < emitted[:, None], tokens, self.anchor[:, None]), True)
+        self.emitted = self.emitted + emitted
+        self.finished = self.finished | stopped | (self.emitted >= self.sampling.max_new_tokens)
+        cut = emitted <= accepted  # an accepted draft was a stop token: the round ends there
+        return RoundResult(
+            tokens, torch.where(cut, emitted, proposed), torch.where(cut, emitted, accepted), emitted, stopped, self.finished
+        )
+
+    def _observe(self, token_ids: Tensor, next_token_ids: Tensor, hidden_states: Tensor, start: Tensor, counts: Tensor) -> None:
+        """Hand the committed columns to the drafter."""
+        if self.drafter is not None:
+            observation = Observation(token_ids, next_token_ids, hidden_states, start, counts, self.longest)
+            self.drafter.observe(self.draft_state, observation)
+
+    def _no_drafts(self) -> Drafts:
+        return Drafts(self.anchor.new_empty(len(self.rows), 0), torch.zeros_like(self.anchor), None)
+
+    def _check_proposal(self, proposal: Proposal, draft_tokens: int) -> None:
+        rows, width = proposal.token_ids.shape
+        if rows != len(self.rows) or width > draft_tokens:
+            raise ConfigError(
+                f"{type(self.drafter).__name__}.propose returned {width} drafts for {rows} rows, asked for at most"
+                f" {draft_tokens} for {len(self.rows)}"
+            )
+        if self.schedule.needs_confidence and proposal.confidence is None:
+            raise ConfigError(f"{type(self.drafter).__name__}.propose returned no confidence, though its confidence_source is not 'none'")
+
+
+def prepare(
+    verifier: Verifier,
+    drafter: Drafter | None,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingParams,
+    draft_tokens: int,
+    schedule: LengthSchedule,
+) -> Batch:
+    """A batch for the prompts. On CUDA one whose rounds are graphs, and which calls of the same shapes use again.
+
+    A schedule that reads confidences runs eagerly; one that only chooses how much to draft has a graph for each length.
+    """
+    if verifier.device.type != "cuda" or schedule.needs_confidence:
+        return Batch(verifier, drafter, prompts, sampling, draft_tokens, schedule)
+    max_length = -(-longest_row(prompts, sampling, draft_tokens) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
+
+    def make() -> Batch:
+        batch = Batch(verifier, drafter, prompts, sampling, draft_tokens, schedule, max_length)
+        batch.use_static_buffers(capture=True)
+        return batch
+
+    key = (id(drafter), len(prompts), max_length, sampling, draft_tokens)
+    batch = reusable(verifier.prepared_batches, key, make)
+    batch.schedule = schedule
+    batch.state.reset()
+    return batch
+
+
+def longest_row(prompts: Sequence[Sequence[int]], sampling: SamplingParams, draft_tokens: int) -> int:
+    """Positions a row may need: the last round may start one token before the budget's end and still runs a whole block."""
+    return max(map(len, prompts)) + sampling.max_new_tokens + draft_tokens + 1
+
+
+def _seen_in_block(seen: Tensor, token_ids: Tensor) -> Tensor:
+    """[rows, width + 1, vocabulary] bool: the context of each verified distribution, drafts before it included."""
+    blocks = [seen]
+    for draft in token_ids.split(1, dim=1):
+        blocks.append(blocks[-1].scatter(1, draft, True))
+    return torch.stack(blocks, dim=1)

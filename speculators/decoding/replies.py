@@ -1,0 +1,50 @@
+"""The replies of a batch, on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from speculators.decoding.batch import RoundResult
+from speculators.decoding.statistics import Round
+
+OnTokens = Callable[[int, list[int]], None]
+
+
+class Replies:
+    """One transfer a round brings the tokens and counts of all rows.
+
+    Attributes:
+        token_ids: new tokens of each row.
+        rounds: what each round did to it.
+        finish_reasons: "stop", "length", or empty while the row is active.
+    """
+
+    def __init__(self, rows: int, on_tokens: OnTokens | None) -> None:
+        self.token_ids: list[list[int]] = [[] for _ in range(rows)]
+        self.rounds: list[list[Round]] = [[] for _ in range(rows)]
+        self.finish_reasons = [""] * rows
+        self._on_tokens = on_tokens
+
+    @property
+    def active(self) -> bool:
+        """Whether any row is unfinished."""
+        return "" in self.finish_reasons
+
+    def add(self, result: RoundResult, *, prefill: bool = False) -> list[Round]:
+        """Append what a round emitted; the prefill's token belongs to no round. Returns the rows' rounds, if they were active."""
+        added = []
+        counts = torch.stack([result.proposed, result.accepted, result.emitted, result.stopped.long(), result.finished.long()], dim=1)
+        for row, (proposed, accepted, emitted, stopped, finished, *tokens) in enumerate(torch.cat([counts, result.tokens], dim=1).tolist()):
+            if self.finish_reasons[row]:
+                continue
+            self.token_ids[row] += tokens[:emitted]
+            if not prefill:
+                added.append(Round(proposed, accepted, emitted))
+                self.rounds[row].append(added[-1])
+            if finished:
+                self.finish_reasons[row] = "stop" if stopped else "length"
+            if self._on_tokens is not None:
+                self._on_tokens(row, tokens[:emitted])
+        return added
