@@ -15,7 +15,9 @@ from tiny_checkpoints import config_of, edit_config
 from tiny_models import tiny_verifier
 from tiny_training import packed_rows, tiny_config
 
+from speculators.checkpoint.calibration import store_calibrations
 from speculators.data.rows import PackedRows
+from speculators.decoding.calibration import Calibration
 from speculators.errors import ConfigError, PairingError, TrainingInterrupted
 from speculators.registry import algorithms, get_algorithm
 from speculators.speculator import Speculator
@@ -110,6 +112,17 @@ def test_the_same_method_continues_with_every_tensor_and_setting(method: str, ve
     assert new_names(again, start) == set()
     assert getattr(again.config, "somebody_elses_key") == [1, 2]  # noqa: B009
     assert again.config.model_dump(exclude={"somebody_elses_key"})["transformer_layer_config"]["rope_theta"] == 10000.0
+
+
+def test_a_calibration_stays_behind_with_the_weights_it_was_fitted_to(verifier: Verifier, tmp_path: Path) -> None:
+    start = first(verifier, "dspark")
+    start.save_pretrained(tmp_path)
+    fitted = Calibration(0.0, "all", "head", (1.5, 2.0, 1.0), (0.0, 0.0, 0.0), (0.7, 0.6, 0.5), rounds=100)
+    edit_config(tmp_path, unified_speculators={"note": "kept"})
+    store_calibrations(tmp_path, [fitted])
+    assert Speculator.from_pretrained(tmp_path, verifier.weights).calibrations == [fitted]
+    again = started(verifier, "dspark", tmp_path)
+    assert again.calibrations == [] and getattr(again.config, "unified_speculators") == {"note": "kept"}  # noqa: B009
 
 
 def test_a_float32_checkpoint_starts_training_in_float32_under_a_bfloat16_verifier(verifier: Verifier, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from speculators.checkpoint.native import EXTRA_KEY, read_config_folder
 from speculators.checkpoint.storage import CONFIG_FILE, read_json
+from speculators.config import SpeculatorConfig
 from speculators.decoding.calibration import CONFIG_KEY, Calibration, stored_calibrations
 from speculators.errors import CheckpointError
 from speculators.files import check_writable, write_text_atomically
@@ -40,6 +41,14 @@ def store_calibrations(folder: Path, calibrations: Sequence[Calibration]) -> Non
     extra[CONFIG_KEY] = [merged[key].to_json() for key in sorted(merged)]
     data[EXTRA_KEY] = extra
     write_text_atomically(folder / CONFIG_FILE, json.dumps(data, indent=2, sort_keys=True) + "\n")
+
+
+def without_calibrations(config: SpeculatorConfig) -> SpeculatorConfig:
+    """The same configuration for other weights: what was fitted to the old ones says nothing about them."""
+    extra = getattr(config, EXTRA_KEY, None)
+    if not isinstance(extra, dict) or CONFIG_KEY not in extra:
+        return config
+    return config.model_copy(update={EXTRA_KEY: {key: value for key, value in extra.items() if key != CONFIG_KEY}})
 
 
 def _key(calibration: Calibration) -> tuple[float, str, str]:

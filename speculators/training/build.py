@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from speculators.checkpoint.calibration import without_calibrations
 from speculators.checkpoint.shared import SHARED_NAMES, verifier_tensor
 from speculators.checkpoint.validation import skeleton
 from speculators.config import SpeculatorConfig
@@ -74,7 +75,8 @@ def warm_start(speculator_class: type[Speculator], given: Speculator, verifier: 
             f" set method to {given.method!r}"
         )
     Speculator.attach(skeleton(given.config), verifier.weights)  # the pair first: a wrong verifier explains more than an option
-    speculator = speculator_class(speculator_class.continued_config(given.config, verifier.weights, **options))
+    config = speculator_class.continued_config(given.config, verifier.weights, **options)
+    speculator = speculator_class(without_calibrations(config))
     weights, expected = given.state_dict(), speculator.state_dict()
     lost = sorted(weights.keys() - expected.keys())
     if lost:
