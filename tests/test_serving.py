@@ -14,8 +14,11 @@ from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 from speculators.checkpoint import save
+from speculators.checkpoint.calibration import store_calibrations
 from speculators.cli.main import app
-from speculators.errors import ConfigError, PairingError
+from speculators.decoding.calibration import Calibration
+from speculators.decoding.step_times import StepTimes
+from speculators.errors import ConfigError, DataError, PairingError
 from speculators.registry import get_algorithm
 from speculators.serving import plan, speculative_config
 from speculators.serving.deployment import deploy
@@ -217,6 +220,26 @@ def test_adaptive_verification_needs_a_confidence_head_and_a_release_that_has_it
         checked(folder, "dflash", adaptive_verification=True)
     with pytest.raises(ConfigError, match=r"vLLM 0\.26\.0 has no adaptive verification"):
         checked(folder, "dspark", adaptive_verification=True, version="0.26.0")
+
+
+def test_k_follows_the_batch_size_by_measured_times_and_calibrated_acceptance(folder: Path, tmp_path: Path) -> None:
+    """A round of n requests and K drafts: n (1 + 1/2 + .. + 2^-K) tokens in 1 + 0.11 n (1 + K) seconds; the best K by hand."""
+    times = tmp_path / "times.json"
+    StepTimes.affine(1.0, 0.11, max_rows=16, max_drafts=3).save(times)
+    save(drafter("dflash"), tmp_path / "drafter")
+    served = {"verifier": str(folder / "verifier"), "environment": QUIET, "step_times": times, "arguments": ["--max-num-seqs", "16"]}
+    with pytest.raises(ConfigError, match="needs the acceptance that `speculators calibrate` measures"):
+        plan(tmp_path / "drafter", **served)
+    store_calibrations(tmp_path / "drafter", [Calibration(1.0, "all", "probability", (1.0,) * 3, (0.0,) * 3, (0.5,) * 3, rounds=100)])
+    found = plan(tmp_path / "drafter", **served)
+    assert found.speculative_config["num_speculative_tokens_per_batch_size"] == [[1, 2, 2], [3, 9, 1], [10, 16, 0]]
+    assert "K by batch size: 2 for 1 to 2, 1 for 3 to 9, 0 for 10 to 16 (acceptance calibrated at temperature 1)" in found.notes
+    with pytest.raises(ConfigError, match=r"vLLM 0\.26\.0 was not seen to choose K by batch size"):
+        plan(tmp_path / "drafter", **served, version="0.26.0")
+    with pytest.raises(ConfigError, match="ask for one of them"):
+        checked(folder, "dspark", step_times=times, adaptive_verification=True)
+    with pytest.raises(DataError, match="the file does not exist"):
+        plan(tmp_path / "drafter", **{**served, "step_times": tmp_path / "none.json"})
 
 
 def test_releases_outside_the_tested_ones_are_named() -> None:

@@ -28,6 +28,9 @@ def serve(
     adaptive_verification: Annotated[
         bool, typer.Option("--adaptive-verification", help="Verify as many drafts as the confidence head finds worth it (GPU).")
     ] = False,
+    step_times: Annotated[
+        Path | None, typer.Option(help="Let K follow the batch size: step times that benchmarks/scheduling.py measured, as JSON.")
+    ] = None,
     vllm_version: Annotated[str | None, typer.Option(help="Check for this vLLM release. Default: the installed one.")] = None,
     plugin: Annotated[bool, typer.Option(help="Whether vLLM runs where this library is installed, and so finds its plugin.")] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command, run nothing.")] = False,
@@ -49,6 +52,7 @@ def serve(
         draft_sampling=draft_sampling,
         attention_backend=attention_backend,
         adaptive_verification=adaptive_verification,
+        step_times=step_times,
         plugin=plugin,
         version=version,
         arguments=context.args,

@@ -59,6 +59,11 @@ def budget_arguments(arguments: Sequence[str], num_draft_tokens: int) -> tuple[l
     return [*added, _TOKENS, str(wanted)], [f"{_TOKENS} {wanted}: a step verifies K + 1 = {width} tokens of each sequence"]
 
 
+def number_of_sequences(arguments: Sequence[str]) -> int:
+    """The most sequences that vLLM will run at once, as far as its arguments say."""
+    return _number(arguments, _SEQUENCES) or LARGER_BATCH
+
+
 def _number(arguments: Sequence[str], option: str) -> int | None:
     """The value of an option in either spelling, `--a 1` or `--a=1`; the last one counts."""
     value = None

@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from speculators.checkpoint import inspect, read_config
-from speculators.checkpoint.native import compact_hash
+from speculators.checkpoint.native import EXTRA_KEY, compact_hash
 from speculators.checkpoint.storage import CONFIG_FILE
 from speculators.config import SpeculatorConfig
+from speculators.decoding.batch_schedule import num_speculative_tokens_per_batch_size
+from speculators.decoding.calibration import ALL_DOMAINS, stored_calibrations
+from speculators.decoding.step_times import StepTimes
 from speculators.errors import CheckpointError, ConfigError
 from speculators.registry import Need, get_algorithm
-from speculators.serving.arguments import budget_arguments, refuse_ours
+from speculators.serving.arguments import budget_arguments, number_of_sequences, refuse_ours
 from speculators.serving.config import build, check_draft_tokens
 from speculators.serving.pairing import check_pair
 from speculators.serving.versions import NEWEST, outside_tested, release
@@ -25,6 +28,7 @@ RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 PLUGINS_VARIABLE = "VLLM_PLUGINS"
 PLUGIN_NAME = "speculators"  # the entry point in pyproject.toml
 ADAPTIVE_SINCE = "0.32.0"
+SCHEDULE_SINCE = "0.32.0"
 DRAFT_SAMPLING = ("greedy", "probabilistic")
 
 
@@ -76,6 +80,7 @@ def plan(
     draft_sampling: str = "greedy",
     attention_backend: str | None = None,
     adaptive_verification: bool = False,
+    step_times: Path | None = None,
     plugin: bool = True,
     version: str = NEWEST,
     arguments: Sequence[str] = (),
@@ -90,6 +95,7 @@ def plan(
         draft_sampling: "greedy", or "probabilistic" to draw drafts from their distribution at temperature above 0.
         attention_backend: of the drafter, in vLLM's spelling; vLLM chooses when None.
         adaptive_verification: let the drafter's confidence decide how many drafts are verified.
+        step_times: a file of measured `StepTimes`: K then follows the batch size, by them and the checkpoint's calibration.
         plugin: whether this library's plugin may be relied on where vLLM runs.
         version: of the vLLM that will serve.
         arguments: further arguments of `vllm serve`.
@@ -97,6 +103,7 @@ def plan(
 
     Raises:
         CheckpointError, PairingError: the checkpoint is unusable, or not made for this verifier.
+        DataError: `step_times` cannot be read.
         ConfigError: vLLM would not serve it as it was trained, or a setting is out of range; the message says the way out.
     """
     refuse_ours(arguments)
@@ -126,6 +133,10 @@ def plan(
     added, said = budget_arguments(arguments, count)
     if serving.method is None and "--enforce-eager" not in arguments:
         added.append("--enforce-eager")
+    if step_times is not None:
+        schedule, note = _batch_schedule(config, step_times, count, [*added, *arguments], adaptive_verification, version)
+        options["num_speculative_tokens_per_batch_size"] = schedule
+        notes.append(note)
     name = _verifier_name(config, verifier, checkpoint)
     embedding_hash = compact_hash(config, Path(CONFIG_FILE))
     if (note := check_pair(config, embedding_hash, name)) is not None:
@@ -189,6 +200,24 @@ def _options(
             raise ConfigError(f"vLLM {version} has no adaptive verification; {ADAPTIVE_SINCE} has")
         options["enable_adaptive_verification"] = True
     return options
+
+
+def _batch_schedule(
+    config: SpeculatorConfig, step_times: Path, count: int, arguments: Sequence[str], adaptive_verification: bool, version: str
+) -> tuple[list[list[int]], str]:
+    """K for ranges of batch sizes, where vLLM does not weigh each request's confidence, and a sentence that says where it comes from."""
+    if adaptive_verification:
+        raise ConfigError("adaptive verification chooses lengths by confidence, step times by batch size; ask for one of them")
+    if release(version) < release(SCHEDULE_SINCE):
+        raise ConfigError(f"vLLM {version} was not seen to choose K by batch size; {SCHEDULE_SINCE} does")
+    fitted = [one for one in stored_calibrations(getattr(config, EXTRA_KEY, None)) if one.domain == ALL_DOMAINS]
+    if not fitted:
+        raise ConfigError("choosing K by batch size needs the acceptance that `speculators calibrate` measures; run it on this checkpoint")
+    used = min(fitted, key=lambda one: one.temperature)
+    sequences = number_of_sequences(arguments)
+    ranges = num_speculative_tokens_per_batch_size(used.acceptance[:count], StepTimes.load(step_times), max_batch_size=sequences)
+    said = ", ".join(f"{k} for {low}" + (f" to {high}" if high > low else "") for low, high, k in ranges)
+    return [list(one) for one in ranges], f"K by batch size: {said} (acceptance calibrated at temperature {used.temperature:g})"
 
 
 def _verifier_name(config: SpeculatorConfig, given: str | None, checkpoint: str | Path) -> str:
