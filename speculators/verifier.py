@@ -217,14 +217,13 @@ class Verifier:
         """
         if self.tokenizer is None or not self.tokenizer.chat_template:
             raise DataError(f"{self.weights.name_or_path!r} has no chat template: choose an instruction-tuned verifier or pass token ids")
-        from jinja2 import TemplateError
-
         try:
             encoded = self.tokenizer.apply_chat_template(
                 messages, add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=True
             )
-        except TemplateError as error:
-            raise DataError(f"the chat template of {self.weights.name_or_path!r} rejects the conversation: {error}") from error
+        except Exception as error:  # a template is code from elsewhere and may raise whatever it likes
+            said = " ".join(str(error).split()) or type(error).__name__
+            raise DataError(f"the chat template of {self.weights.name_or_path!r} rejects the conversation: {said}") from error
         assert isinstance(encoded, Mapping)
         return [int(token) for token in encoded["input_ids"]]
 

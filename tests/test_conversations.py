@@ -251,6 +251,76 @@ def test_bytes_that_are_no_text_reject_their_row_alone(tmp_path: Path) -> None:
     assert result.rejected == {"not UTF-8 text": 1}
 
 
+def test_rows_that_no_template_or_tokenizer_could_take_reject_themselves_alone(tmp_path: Path) -> None:
+    calls = [{"messages": [QUESTION, {**ANSWER, "tool_calls": calls}]} for calls in (5, "call", ["call"], {"name": "call"})]
+    half = json.loads('"\\ud83d"')  # a surrogate without its other half, which JSON can spell and UTF-8 cannot
+    halves = [{"messages": [{**QUESTION, "content": half}, ANSWER]}, {"messages": [QUESTION, ANSWER], "tools": [{"name": half}]}]
+    odd = [{"messages": [QUESTION, ANSWER], "metadata": {"thinking": value}} for value in ({"on": 1}, ["on"], "on")]
+    result = prepared(tmp_path, [*calls, *halves, *odd])
+    assert (result.header["kept"], result.rejected) == (3, {"malformed tool call": 4, "not UTF-8 text": 2})
+    assert {entry["thinking"] for entry in result.header["written_by"]} == {None}
+    lines = (tmp_path / "out" / "rejected.jsonl").read_text(encoding="utf-8").splitlines()
+    assert json.loads(json.loads(lines[-1])["record"]) == halves[-1]
+
+    (tmp_path / "rows.json").write_text(json.dumps([*halves, {"messages": [QUESTION, ANSWER]}]))  # here the reader parses, not the preparer
+    result = prepare(FACTS, [Source.open(str(tmp_path / "rows.json"))], tmp_path / "parsed", progress=False)
+    assert result.rejected == {"not UTF-8 text": 2}
+    lines = (tmp_path / "parsed" / "rejected.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["record"] for line in lines] == halves
+
+
+@pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ 9.0 ** 999 }}", "{% for %}"])
+def test_a_template_that_raises_whatever_it_likes_rejects_rows_and_leaves_nothing(template: str, tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = template
+    path = write_rows(tmp_path / "rows.jsonl", chat_rows(1))
+    with pytest.raises(DataError, match="none of 1 rows can be used: 1 the chat template rejects it"):
+        prepare(ChatFacts(tokenizer, (1,), 64, "odd"), [Source.open(str(path))], tmp_path / "out", progress=False)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_several_templates_without_a_default_are_refused_by_the_encoder() -> None:
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = {"tool_use": TEMPLATE}
+    with pytest.raises(DataError, match="'odd' has several chat templates and none of them is the default one"):
+        ChatEncoder(tokenizer, (1,), "odd")
+
+
+def test_a_json_file_may_be_one_conversation_or_hold_a_list_of_them(tmp_path: Path) -> None:
+    row = {"messages": [QUESTION, ANSWER]}
+    for content in (row, [row], {"data": [row]}, {"conversations": [row]}, {"turns": [QUESTION, ANSWER]}):
+        (tmp_path / "rows.json").write_text(json.dumps(content))
+        (found,) = Source.open(str(tmp_path / "rows.json")).rows()
+        chat = read_record(found.content)
+        assert isinstance(chat, Chat) and chat.messages == [QUESTION, ANSWER]
+    (tmp_path / "rows.json").write_text("[" * 100_000)
+    assert len(list(Source.open(str(tmp_path / "rows.json")).rows())) == 1, "a line that is no JSON, to be rejected as such"
+
+
+def test_rows_may_be_about_more_topics_than_a_byte_counts(tmp_path: Path) -> None:
+    rows = [{**row, "metadata": {"topic": f"topic {number}"}} for number, row in enumerate(chat_rows(300))]
+    prepared(tmp_path, rows)
+    assert [conversation.topic for conversation in load_conversations(tmp_path / "out")[0]] == [f"topic {number}" for number in range(300)]
+
+
+def test_a_source_that_cannot_be_read_leaves_nothing_before_the_first_shard(tmp_path: Path) -> None:
+    content = gzip.compress(b"".join(json.dumps(row).encode() + b"\n" for row in chat_rows(2000)))
+    cut = tmp_path / "rows.jsonl.gz"
+    cut.write_bytes(content[: len(content) // 2])
+    with pytest.raises(DataError, match=r"cannot read .*rows\.jsonl\.gz.*repair or remove it"):
+        prepare(FACTS, [Source.open(str(cut))], tmp_path / "out", progress=False, workers=0)
+    assert list(tmp_path.iterdir()) == [cut]
+    cut.write_bytes(content)
+    assert prepare(FACTS, [Source.open(str(cut))], tmp_path / "out", progress=False, workers=0).header["kept"] == 2000
+
+
+def test_damaged_progress_is_named_with_the_way_out(tmp_path: Path) -> None:
+    PartialFolder(tmp_path / "out", {}).seal({})
+    (tmp_path / ".out.partial" / "progress.json").write_text("{")
+    with pytest.raises(DataError, match=r"progress.json is damaged .*; remove that folder to begin anew"):
+        PartialFolder(tmp_path / "out", {})
+
+
 def test_tokens_outside_the_vocabulary_and_replies_cut_off_are_rejected(tmp_path: Path) -> None:
     beyond = {"input_ids": [1, FACTS.vocab_size], "loss_mask": [0, 1]}
     unlabelled = {"input_ids": [1, 2], "loss_mask": [0, 0]}

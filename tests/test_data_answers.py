@@ -158,6 +158,12 @@ def test_the_engines_rows_hold_what_the_verifier_generates_from_the_served_promp
         assert output[0, start:].tolist() == ids[start:end]
 
 
+def test_a_file_without_an_answer_is_refused_and_leaves_nothing(verifier: Verifier, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="none of 2 conversations was answered: 1 not valid JSON; 1 no room for a reply"):
+        answered(tmp_path, ["broken", {"prompt": "x" * 300}], EngineWriter(verifier))
+    assert not list(tmp_path.glob("*answers*")) and not list(tmp_path.glob(".*"))
+
+
 def test_our_engine_refuses_what_it_does_not_draw_by(verifier: Verifier, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="leave top_p and top_k to a server"):
         answered(tmp_path, [{"prompt": "Hi"}], EngineWriter(verifier), AnswerSettings(top_p=0.9))

@@ -231,7 +231,17 @@ def test_k_above_the_block_is_refused_before_anything_is_decoded(verifier: Verif
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("max_new_tokens", 1), ("batch_size", 0), ("temperature", -0.1), ("num_draft_tokens", 0), ("num_draft_tokens", 36)]
+    ("field", "value"),
+    [
+        ("max_new_tokens", 1),
+        ("batch_size", 0),
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("num_draft_tokens", 0),
+        ("num_draft_tokens", 36),
+        ("confidence_threshold", 1.5),
+        ("confidence_threshold", float("nan")),
+    ],
 )
 def test_settings_out_of_range_are_refused(field: str, value: float) -> None:
     with pytest.raises(ConfigError, match=str(value)):

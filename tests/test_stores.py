@@ -175,6 +175,10 @@ def test_a_store_of_other_rows_or_width_is_refused(verifier: Verifier, rows: Pac
         StoredRows(VerifierSource(wider, TAPS), rows, path)
     with pytest.raises(DataError, match="is no store of hidden states"):
         read_store_header(tmp_path)
+    for header in ("[]", '{"format": "speculators-hidden-states-1"}'):
+        (tmp_path / "header.json").write_text(header)
+        with pytest.raises(DataError, match="is no store of hidden states but"):
+            read_store_header(tmp_path)
     for bad in (((2, 1), "bfloat16"), ((1, 1), "bfloat16"), ((1,), "int8")):
         with pytest.raises(ConfigError):
             Layout(bad[0], HIDDEN, bad[1])

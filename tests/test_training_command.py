@@ -15,7 +15,7 @@ from tiny_models import tiny_model
 from typer.testing import CliRunner, Result
 
 from speculators.cli.main import app
-from speculators.data.rows import Conversation
+from speculators.data.rows import Conversation, split_held_out
 from speculators.data.storage import save_conversations
 from speculators.training.config import TrainingConfig
 from speculators.training.run_folder import STATE_FILE
@@ -109,6 +109,12 @@ def test_a_trained_drafter_says_where_it_comes_from(verifier: Path, data: Path, 
         ({"options": "num_layers=1"}, (), ("options = 'num_layers=1'", "mapping")),
         ({"method": None}, (), ("missing --method", "as method in the file of --config")),
         ({"steps": "many"}, (), ("steps = 'many'",)),
+        ({"held_out": "much"}, (), ("run.yaml: held_out = 'much' must be a number",)),
+        ({"dtype": 7}, (), ("run.yaml: dtype = 7 must be text",)),
+        ({"betas": [0.9, 1.5]}, (), ("betas [0.9, 1.5]", "below 1")),
+        ({"learning_rate_scale": {"norm": -1}}, (), ("learning_rate_scale holds -1.0",)),
+        ({"steps": None, "epochs": float("inf")}, (), ("epochs = inf", "finite")),
+        ({"held_out": 0.9999}, (), ("there are no conversations to pack", "hold fewer of them out")),
         ({}, ("--loggers", "papyrus"), ("loggers", "papyrus", "tensorboard")),
     ],
 )
@@ -119,6 +125,19 @@ def test_a_settings_file_that_cannot_be_used_is_one_sentence(
     sentence = refused("--config", path, "--output", tmp_path / "run", *arguments)
     assert all(word in sentence for word in words), sentence
     assert not (tmp_path / "run").exists()
+
+
+def test_held_out_conversations_without_a_reply_in_a_row_do_not_stop_training(verifier: Path, tmp_path: Path) -> None:
+    def conversations(prompt: int) -> list[Conversation]:
+        return [Conversation([number] * prompt + [5] * 9, [False] * prompt + [True] * 9) for number in range(40)]
+
+    early, late = split_held_out(conversations(4), 0.5)[0], split_held_out(conversations(30), 0.5)[1]
+    assert early and late
+    save_conversations(tmp_path / "data", [*early, *late], {"verifier": str(verifier)}, vocab_size=VOCAB_SIZE)
+    path = settings_file(tmp_path, verifier, tmp_path / "data", row_length=24, held_out=0.5)
+    result = run("--config", path, "--output", tmp_path / "run", "--json", tmp_path / "result.json")
+    assert result.exit_code == 0, result.output
+    assert [record["kind"] for record in json.loads((tmp_path / "result.json").read_text())["records"]] == ["train"]
 
 
 def test_a_missing_or_broken_settings_file_is_one_sentence(tmp_path: Path) -> None:

@@ -266,7 +266,7 @@ def store(
     """Compute the verifier's hidden states once and keep them; `train --hidden-states` reads them. A killed run goes on where it was."""
     check_json_path(json)
     from speculators.data import hidden_states as stores
-    from speculators.data.rows import pack, split_held_out
+    from speculators.data.rows import pack, pack_held_out, split_held_out
     from speculators.data.storage import load_conversations
     from speculators.registry import get_algorithm
 
@@ -279,7 +279,9 @@ def store(
     conversations, _ = load_conversations(data)
     target = load_verifier(verifier, dtype, device)
     train_side, other_side = split_held_out(conversations, held_out)
-    splits = {"train": pack(train_side, row_length, seed)} | ({"held_out": pack(other_side, row_length, seed)} if other_side else {})
+    splits = {"train": pack(train_side, row_length, seed)}
+    if (held_out_rows := pack_held_out(other_side, row_length, seed)) is not None:
+        splits["held_out"] = held_out_rows
     chosen = get_algorithm(method).speculator_class.default_config(target.weights).tapped_layers if taps is None else _layer_ids(taps)
     layout = stores.Layout(tuple(chosen), target.hidden_size, states)
     tokens = sum(int(stores.stored_lengths(rows).sum()) for rows in splits.values())

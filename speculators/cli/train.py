@@ -137,12 +137,20 @@ def resolve_settings(path: Path | None, given: dict[str, Any], on_command_line: 
             value = parse_settings(value or [], flag(name))  # key by key over those of the file
             value = {**_mapping(path, name, written.get(name)), **value}
         elif name in written and name not in on_command_line:
-            value = written[name]
+            value = written[name] if field is not None else _own_setting(path, name, written[name], default=value)
         settings[name] = [] if origin is list and value is None else value
     for name in REQUIRED:
         if settings[name] is None:
             raise ConfigError(f"missing {flag(name)}: give it on the command line or as {name} in the file of --config")
     return settings
+
+
+def _own_setting(path: Path | None, name: str, value: Any, default: Any) -> Any:
+    """A setting of this command in a file. `TrainingConfig` checks its own."""
+    kinds, called = ((int, float), "a number") if isinstance(default, float) else (str, "text")
+    if (isinstance(value, kinds) and not isinstance(value, bool)) or (value is None and default is None):
+        return value
+    raise ConfigError(f"{path}: {name} = {value!r} must be {called}")
 
 
 def _mapping(path: Path | None, name: str, value: Any) -> dict[str, Any]:
@@ -154,7 +162,7 @@ def _mapping(path: Path | None, name: str, value: Any) -> dict[str, Any]:
 def run(settings: dict[str, Any], *, resume: bool, dry_run: bool, json: Path | None) -> None:
     """Train with resolved settings, or only say what that would take."""
     from speculators.checkpoint.card import ModelCard
-    from speculators.data.rows import pack, split_held_out
+    from speculators.data.rows import pack, pack_held_out, split_held_out
     from speculators.data.storage import load_conversations
     from speculators.training.trainer import Provenance
     from speculators.training.trainer import train as run_training
@@ -192,7 +200,7 @@ def run(settings: dict[str, Any], *, resume: bool, dry_run: bool, json: Path | N
         verifier,
         rows,
         config,
-        held_out=pack(evaluation, config.row_length, config.seed) if evaluation else None,
+        held_out=pack_held_out(evaluation, config.row_length, config.seed),
         init_from=settings["init_from"],
         resume=resume,
         provenance=Provenance(others, card),

@@ -287,6 +287,12 @@ def answer_file(
                 bar.set_postfix(reply_tokens=tokens, refresh=False)
         except KeyboardInterrupt:
             raise DataError(f"interrupted after {len(journal)} of {total} conversations; the same command goes on from there") from None
+    if not any(result["rows"] for _, result in journal.in_order()):
+        dropped = Counter(result["dropped"] for _, result in journal.in_order()).most_common(3)
+        main = "; ".join(f"{count} {reason}" for reason, count in dropped) or "there are none"
+        journal.close()
+        journal.partial.discard()
+        raise DataError(f"none of {len(journal)} conversations was answered: {main}")
     counts: Counter[str] = Counter()
 
     def rows() -> Iterator[Mapping[str, Any]]:

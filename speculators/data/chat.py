@@ -74,7 +74,10 @@ class ChatEncoder:
         self._tokenizer: Any = tokenizer
         self._arguments = dict(template_arguments or {})
         self._thinking, self._supervise_reasoning = thinking, supervise_reasoning
-        template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else tokenizer.get_chat_template()
+        try:
+            template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else tokenizer.get_chat_template()
+        except ValueError:
+            raise DataError(f"{name!r} has several chat templates and none of them is the default one; give it a single template") from None
         self._switches = [switch for switch in _THINKING_VARIABLES if re.search(rf"(?<![.\w'\"\[]){switch}\b", template)]
         self._tokens = ReplyTokens(tokenizer, stop_token_ids, self._end_of_turn)
         stops = "|".join(re.escape(text) for text in self._tokens.stop_texts)
@@ -190,13 +193,11 @@ class ChatEncoder:
     def _render(
         self, messages: list[Message], tools: Sequence[Any] | None, variant: dict[str, Any], generation_prompt: bool = False
     ) -> str:
-        from jinja2 import TemplateError
-
         try:
             text: str = self._tokenizer.apply_chat_template(
                 messages, tools=tools, add_generation_prompt=generation_prompt, tokenize=False, **variant
             )
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except Exception as error:  # a template is code from elsewhere and may raise whatever it likes
             said = str(error).strip().splitlines()
             reason = (said[0] if said else type(error).__name__)[:120]
             raise RowError(f"the chat template rejects it: {reason}") from None

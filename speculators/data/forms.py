@@ -123,7 +123,9 @@ def read_record(record: Any) -> Chat | Tokens:
         messages.insert(0, {"role": "system", "content": system})
     if not any(message["role"] == "user" and message["content"].strip() for message in messages):
         raise RowError("no user turn", f"the prompt is empty; every line needs a user turn with text: {ACCEPTED_FORMS}")
-    return Chat(messages, _read_tools(record.get("tools")), identifier, facts)
+    tools = _read_tools(record.get("tools"))
+    _refuse_lone_surrogates([messages, tools])
+    return Chat(messages, tools, identifier, facts)
 
 
 def _read_messages(record: Mapping[str, Any]) -> list[Message]:
@@ -176,6 +178,9 @@ def _message(entry: Mapping[str, Any], role_key: str, content_key: str) -> Messa
         return {"role": "assistant", "content": "", "tool_calls": [_called_function(content)]}
     message: Message = {"role": role, "content": content}
     message |= {key: entry[key] for key in _KEPT_KEYS if entry.get(key)}
+    calls = message.get("tool_calls", [])
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise RowError("malformed tool call", '"tool_calls" must be a list of objects')
     if role == "assistant":
         reasoning = next((entry[key] for key in _REASONING_KEYS if entry.get(key)), None)
         if reasoning is None:
@@ -222,6 +227,14 @@ def _read_tools(tools: Any) -> list[Any] | None:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise RowError("malformed tools", '"tools" must be a list of JSON schemas')
     return tools
+
+
+def _refuse_lone_surrogates(values: Any) -> None:
+    """JSON escapes can spell half of a character, a surrogate without its other, which no tokenizer takes."""
+    try:
+        json.dumps(values, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:
+        raise RowError("not UTF-8 text", "an escape as \\ud83d spells only half of a character") from None
 
 
 def _read_tokens(record: Mapping[str, Any], ids_key: str) -> Conversation:

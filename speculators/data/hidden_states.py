@@ -222,8 +222,9 @@ def read_store_header(path: str | Path) -> dict[str, Any]:
         header: dict[str, Any] = json.loads((path / HEADER_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DataError(f"{path} is no store of hidden states ({error}); `speculators data store` writes one") from None
-    if header.get("format") != FORMAT:
-        raise DataError(f"{path} is no store of hidden states but {header.get('format')!r}; `speculators data store` writes one")
+    kind = header.get("format") if isinstance(header, dict) else None
+    if kind != FORMAT or "shards" not in header:
+        raise DataError(f"{path} is no store of hidden states but {kind!r}; `speculators data store` writes one")
     for shard in header["shards"]:
         file = path / shard["file"]
         size = file.stat().st_size if file.is_file() else None

@@ -46,7 +46,7 @@ class Journal:
 
     def add(self, number: int, result: Mapping[str, Any]) -> None:
         """Note a result; it survives a kill from now on."""
-        line = json.dumps([number, result], ensure_ascii=False).encode() + b"\n"
+        line = json.dumps([number, result], ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
         start = self._stream.seek(0, os.SEEK_END)
         self._stream.write(line)
         self._stream.flush()
@@ -128,7 +128,7 @@ class JournalledFile:
             card: facts for the card, asked for when all rows are written.
         """
         scratch = self.journal.partial.folder / "rows.jsonl"
-        with scratch.open("w", encoding="utf-8") as stream:
+        with scratch.open("w", encoding="utf-8", errors="backslashreplace") as stream:
             for row in rows:
                 stream.write(json.dumps(row, ensure_ascii=False) + "\n")
             stream.flush()

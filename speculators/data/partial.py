@@ -91,7 +91,12 @@ class PartialFolder:
         return isinstance(header, dict) and header.get("run") == self._settings
 
     def _read_progress(self) -> dict[str, Any]:
-        found = json.loads((self.folder / _PROGRESS_FILE).read_text(encoding="utf-8"))
+        try:
+            found = json.loads((self.folder / _PROGRESS_FILE).read_text(encoding="utf-8"))
+            state: dict[str, Any] = dict(found["state"])
+            dict(found["settings"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{self.folder / _PROGRESS_FILE} is damaged ({error}); remove that folder to begin anew") from None
         if found["settings"] != self._settings:
             differing = sorted(
                 key for key in {*found["settings"], *self._settings} if found["settings"].get(key) != self._settings.get(key)
@@ -100,5 +105,4 @@ class PartialFolder:
                 f"{self.folder} holds an unfinished run with other settings ({', '.join(differing)}); repeat its command to finish it,"
                 " name another output, or remove that folder"
             )
-        state: dict[str, Any] = found["state"]
         return state

@@ -94,7 +94,9 @@ class RowPreparer:
                 rejected.append(_rejection(row, error))
             else:
                 documents += found
-                writers[json.dumps([str(facts.get("model", UNKNOWN)), facts.get("thinking")])] += 1
+                thinking = facts.get("thinking")
+                mode = thinking if isinstance(thinking, bool) else None
+                writers[json.dumps([str(facts.get("model", UNKNOWN)), mode])] += 1
         block = ConversationBlock.of(documents)
         narrow = ConversationBlock(block.tokens.astype(np.uint32), block.mask, block.lengths, block.topics, block.truncated)
         return _Prepared(narrow, rejected, dict(reasons), dict(writers), len(rows), sum(row.size for row in rows))
@@ -163,15 +165,20 @@ def prepare(
     chunks = _chunks(islice(mix(sources, limit), rows, None))
     total = _total(sources) if limit is None else limit
     unit, scale = ("B", True) if limit is None and total else (" rows", False)
-    with tqdm(total=total, initial=size if scale else rows, unit=unit, unit_scale=scale, disable=not progress, desc="preparing") as bar:
-        for done in _mapped(preparer, chunks, workers):
-            rows, size, kept = rows + done.rows, size + done.size, kept + done.rows - len(done.rejected)
-            reasons.update(done.reasons)
-            writers.update(done.writers)
-            state = {"rows": rows, "size": size, "kept": kept, "rejected": dict(reasons), "writers": dict(writers)}
-            writer.add(done.block, state, done.rejected)
-            bar.update(done.size if scale else done.rows)
-            bar.set_postfix(kept=kept, rejected=rows - kept, refresh=False)
+    try:
+        with tqdm(total=total, initial=size if scale else rows, unit=unit, unit_scale=scale, disable=not progress, desc="preparing") as bar:
+            for done in _mapped(preparer, chunks, workers):
+                rows, size, kept = rows + done.rows, size + done.size, kept + done.rows - len(done.rejected)
+                reasons.update(done.reasons)
+                writers.update(done.writers)
+                state = {"rows": rows, "size": size, "kept": kept, "rejected": dict(reasons), "writers": dict(writers)}
+                writer.add(done.block, state, done.rejected)
+                bar.update(done.size if scale else done.rows)
+                bar.set_postfix(kept=kept, rejected=rows - kept, refresh=False)
+    except DataError:
+        if not writer.state:  # no shard is done: nothing is lost, and a repaired source would be another run
+            writer.discard()
+        raise
     header = {
         "verifier": _replies_by(writers),
         "tokenizer": facts.name,

@@ -100,6 +100,8 @@ def pack(conversations: Sequence[Conversation], row_length: int, seed: int = 0) 
     if row_length < 1:
         raise DataError(f"row_length = {row_length} must be at least 1 token")
     documents = [conversation for conversation in conversations if any(conversation.loss_mask[:row_length])]
+    if not conversations:
+        raise DataError("there are no conversations to pack; prepare some, or hold fewer of them out")
     if not documents:
         raise DataError(
             f"none of {len(conversations)} conversations holds a reply within its first {row_length} tokens; there is nothing to train on"
@@ -125,6 +127,13 @@ def pack(conversations: Sequence[Conversation], row_length: int, seed: int = 0) 
             document_ids[row, here] = index
             start += length
     return PackedRows(*(torch.from_numpy(array) for array in (input_ids, loss_mask, position_ids, document_ids)))
+
+
+def pack_held_out(conversations: Sequence[Conversation], row_length: int, seed: int = 0) -> PackedRows | None:
+    """Pack conversations that are only evaluated; None where none of them has a label within a row: training needs none of them."""
+    if not any(any(conversation.loss_mask[:row_length]) for conversation in conversations):
+        return None
+    return pack(conversations, row_length, seed)
 
 
 def _best_fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:

@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+from speculators.data.forms import RowError, read_record
 from speculators.errors import DataError
 
 HUB_PREFIX = "hf://"
@@ -88,7 +89,11 @@ class Source:
         return sum(file.stat().st_size for file in self.files)
 
     def identity(self) -> dict[str, Any]:
-        """JSON values that change when the rows do: names, sizes, and a digest of the files' ends."""
+        """JSON values that change when the rows do: names, sizes, and a digest of the files' ends.
+
+        Raises:
+            DataError: a file cannot be read.
+        """
         return {
             "location": self.location,
             "weight": self.weight,
@@ -151,15 +156,23 @@ def _read_json(file: Path) -> Iterator[RawRow]:
     content = file.read_bytes().removeprefix(_BYTE_ORDER_MARK)
     try:
         whole = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         for number, line in enumerate(content.splitlines(), start=1):
             if line.strip():
                 yield RawRow(str(file), number, line, 0)
         return
-    if isinstance(whole, dict):
+    if isinstance(whole, dict) and not _is_row(whole):
         whole = next((value for value in whole.values() if isinstance(value, list) and value and isinstance(value[0], dict)), [whole])
     for number, entry in enumerate(whole if isinstance(whole, list) else [whole], start=1):
         yield RawRow(str(file), number, entry, 0)
+
+
+def _is_row(record: dict[str, Any]) -> bool:
+    try:
+        read_record(record)
+    except RowError:
+        return False
+    return True
 
 
 def _read_parquet(file: Path) -> Iterator[RawRow]:
@@ -198,8 +211,11 @@ def _download(location: str) -> Path:
 
 def _digest_of_ends(file: Path, size: int = 1 << 16) -> str:
     digest = hashlib.blake2b(digest_size=8)
-    with file.open("rb") as stream:
-        digest.update(stream.read(size))
-        stream.seek(max(0, file.stat().st_size - size))
-        digest.update(stream.read(size))
+    try:
+        with file.open("rb") as stream:
+            digest.update(stream.read(size))
+            stream.seek(max(0, file.stat().st_size - size))
+            digest.update(stream.read(size))
+    except OSError as error:
+        raise DataError(f"cannot read {file}: {error}; repair or remove it") from None
     return digest.hexdigest()

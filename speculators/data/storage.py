@@ -22,6 +22,7 @@ from speculators.files import make_folder
 
 REJECTED_FILE = "rejected.jsonl"
 MAX_SHARD_BYTES = 15_000_000
+MAX_TOPICS = 2**16
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,8 @@ class ConversationWriter:
     """Writes `conversations-00001-of-0000n.safetensors`, `header.json` and, where rows were rejected, `rejected.jsonl`.
 
     A shard holds `input_ids` (uint16, or uint32 for vocabularies above 65536), `loss_mask` (bits packed into uint8),
-    `offsets` (int32 starts of the conversations and the end), `topics` and `truncated` (uint8). Memory is that of one shard.
+    `offsets` (int32 starts of the conversations and the end), `topics` (uint8, or uint16 from the shard on that makes them more
+    than 256) and `truncated` (uint8). Memory is that of one shard.
 
     Attributes:
         state: what `add` was last told with everything that is on disk, empty for a new folder: where to go on.
@@ -115,7 +117,7 @@ class ConversationWriter:
             rejected: lines for `rejected.jsonl`.
 
         Raises:
-            DataError: a token id does not fit the vocabulary, or there are more than 256 topics.
+            DataError: a token id does not fit the vocabulary, or there are more topics than 65536.
         """
         if len(block.tokens) and (block.tokens.min() < 0 or block.tokens.max() >= self._vocab_size):
             raise DataError(f"token ids from {block.tokens.min()} to {block.tokens.max()} do not fit a vocabulary of {self._vocab_size}")
@@ -123,8 +125,8 @@ class ConversationWriter:
         if self._blocks and needed > self._room:
             self._flush()
         self._topics += sorted({*block.topics} - {*self._topics})
-        if len(self._topics) > 256:
-            raise DataError(f"{len(self._topics)} different topics; at most 256 can be stored")
+        if len(self._topics) > MAX_TOPICS:
+            raise DataError(f"{len(self._topics)} different topics; at most {MAX_TOPICS} can be stored: leave them out of the metadata")
         self._blocks.append(block)
         self._room -= needed
         self._rejected += rejected
@@ -187,7 +189,8 @@ class ConversationWriter:
             sealed["reply_tokens"] += sum(int(block.mask.sum()) for block in blocks)
         if self._rejected:
             with (folder / REJECTED_FILE).open("ab") as stream:
-                stream.write("".join(f"{line}\n" for line in self._rejected).encode())
+                # What UTF-8 cannot hold, half of a character, goes back into the escape that JSON spelt it with.
+                stream.write("".join(f"{line}\n" for line in self._rejected).encode(errors="backslashreplace"))
                 sealed["rejected_bytes"] = stream.tell()
         sealed["topics"] = self._topics
         self._partial.seal({**sealed, "caller": self._pending})
@@ -196,11 +199,12 @@ class ConversationWriter:
 
     def _tensors(self, blocks: Sequence[ConversationBlock]) -> dict[str, NDArray[Any]]:
         number = {topic: index for index, topic in enumerate(self._topics)}
+        topic_type = np.uint8 if len(self._topics) <= 2**8 else np.uint16
         return {
             "input_ids": np.concatenate([block.tokens.astype(self._token_type) for block in blocks]),
             "loss_mask": np.packbits(np.concatenate([block.mask for block in blocks])),
             "offsets": np.cumsum(np.concatenate([[0], *(block.lengths for block in blocks)])).astype(np.int32),
-            "topics": np.asarray([number[topic] for block in blocks for topic in block.topics], dtype=np.uint8),
+            "topics": np.asarray([number[topic] for block in blocks for topic in block.topics], dtype=topic_type),
             "truncated": np.concatenate([block.truncated for block in blocks]).astype(np.uint8),
         }
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from speculators.decoding.engine import AUTO, generate
+from speculators.decoding.length_schedules import ConfidenceThreshold
 from speculators.decoding.prompt_lookup import PromptLookup
 from speculators.decoding.proposal import Drafter
 from speculators.decoding.sampling import SamplingParams
@@ -90,8 +91,9 @@ class EvaluationSettings:
             )
         if self.batch_size < 1:
             raise ConfigError(f"batch_size {self.batch_size} must be at least 1")
-        if self.temperature < 0:
+        if not 0 <= self.temperature < float("inf"):
             raise ConfigError(f"temperature {self.temperature} must be 0 (greedy) or positive")
+        ConfidenceThreshold(self.confidence_threshold)  # checks the value, before anything is decoded
         if self.num_draft_tokens is not None and not 1 <= self.num_draft_tokens < len(DIGITS):
             raise ConfigError(f"k {self.num_draft_tokens} must be between 1 and {len(DIGITS) - 1} draft tokens")
 

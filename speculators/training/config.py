@@ -65,7 +65,7 @@ class TrainingConfig(BaseModel):
         ConfigError: a field is unknown or out of range, or none of the three lengths is given.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     method: str
     options: dict[str, Any] = Field(default_factory=dict)
@@ -90,7 +90,7 @@ class TrainingConfig(BaseModel):
     weight_decay: float = Field(0.0, ge=0)
     gradient_clip: float = Field(1.0, gt=0)
     precision: Literal["auto", "bfloat16", "float32"] = "auto"
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**63)
 
     hidden_states: Path | None = None
     cache_states: bool = True
@@ -136,6 +136,10 @@ class TrainingConfig(BaseModel):
             raise ValueError("give the run a length: steps, epochs or time_budget_seconds")
         if self.steps is not None and self.epochs is not None:
             raise ValueError("steps and epochs both say how long to train; give one of them")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas {list(self.betas)} must be at least 0 and below 1")
+        if (least := min(self.learning_rate_scale.values(), default=0.0)) < 0:
+            raise ValueError(f"learning_rate_scale holds {least}, a factor must be at least 0")
         if self.rows_per_step % self.accumulation:
             raise ValueError(f"accumulation {self.accumulation} must divide rows_per_step {self.rows_per_step}")
         if self.shard_verifier and self.hidden_states is not None:
