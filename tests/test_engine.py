@@ -421,6 +421,9 @@ def test_unusable_prompts_are_refused_naming_the_prompt() -> None:
         generate(verifier(), None, [])
     with pytest.raises(DataError, match="prompt 1 is empty"):
         generate(verifier(), None, [[1], []])
+    for prompts, shown in (([1, 2], "1;"), (torch.tensor([[1, 2]]), r"tensor\(\[1, 2\]\)"), (["Why?"], "'Why"), ([[1.5]], r"\[1\.5\]")):
+        with pytest.raises(DataError, match=f"prompt 0 must be a list of token ids, .* this one is {shown}"):
+            generate(verifier(), None, prompts)  # type: ignore[arg-type]
     with pytest.raises(DataError, match="prompt 1 holds token ids outside 0 to 63"):
         generate(verifier(), None, [[1], [64]])
     with pytest.raises(DataError, match="prompt 0 has 400 tokens, with max_new_tokens 128 that exceeds the context of 512 tokens"):

@@ -1,5 +1,7 @@
 """Logits to tokens: the pipeline equals transformers', draws follow their distribution, random numbers depend only on their counter."""
 
+import math
+
 import pytest
 import torch
 from goodness_of_fit import chi_square_p_value
@@ -86,7 +88,10 @@ def test_probabilities_are_float32_whatever_the_logits_are() -> None:
         ({"top_p": 0.0}, "top_p = 0.0 must be above 0"),
         ({"top_p": 1.1}, "top_p = 1.1 must be above 0"),
         ({"min_p": 1.5}, "min_p = 1.5 must be between 0 and 1"),
+        ({"temperature": 1e-40}, "temperature = 1e-40 must be 0 .greedy., or at least 1e-30"),
+        ({"temperature": math.inf}, "temperature = inf must be .* finite"),
         ({"repetition_penalty": 0.0}, "repetition_penalty = 0.0 must be above 0"),
+        ({"repetition_penalty": math.inf}, "repetition_penalty = inf must be .* finite"),
         ({"max_new_tokens": 0}, "max_new_tokens = 0 must be at least 1"),
     ],
     ids=str,
@@ -94,6 +99,15 @@ def test_probabilities_are_float32_whatever_the_logits_are() -> None:
 def test_values_out_of_range_are_named_with_their_limit(options: dict[str, float], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         SamplingParams(**options)  # type: ignore[arg-type]
+
+
+def test_the_coldest_temperature_takes_the_most_likely_token() -> None:
+    assert torch.equal(probabilities(torch.tensor([3e4, 3.001e4, -7.0]), SamplingParams(temperature=1e-30)), torch.tensor([0.0, 1.0, 0.0]))
+
+
+def test_stop_tokens_may_come_as_a_list_and_the_request_stays_a_key() -> None:
+    listed = SamplingParams(stop_token_ids=[3, 5])  # type: ignore[arg-type]
+    assert {listed: "kept"}[SamplingParams(stop_token_ids=(3, 5))] == "kept"
 
 
 # -- drawing -------------------------------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Literal
 
 from speculators.decoding.calibration import calibration_for
@@ -86,12 +88,18 @@ def check_prompts(verifier: Verifier, prompts: Sequence[Sequence[int]], sampling
     """Refuse prompts that cannot be decoded.
 
     Raises:
-        DataError: there are none, or one is empty, holds ids outside the vocabulary, or leaves no room for its reply.
+        DataError: there are none, or one is no list of token ids, is empty, holds ids outside the vocabulary, or leaves no room for
+            its reply.
     """
-    if not prompts:
+    if not len(prompts):
         raise DataError("there are no prompts to decode; pass at least one")
     context = verifier.weights.config.get("max_position_embeddings")
     for index, prompt in enumerate(prompts):
+        if not isinstance(prompt, Sequence) or not all(isinstance(token, Integral) for token in prompt):
+            raise DataError(
+                f"prompt {index} must be a list of token ids, and prompts a list of such lists, but this one is {reprlib.repr(prompt)};"
+                " encode text with Verifier.encode_chat, and turn a tensor into a list with tolist()"
+            )
         if not prompt:
             raise DataError(f"prompt {index} is empty; a prompt needs at least one token")
         if not 0 <= min(prompt) <= max(prompt) < verifier.vocab_size:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -23,7 +24,7 @@ class SamplingParams:
     """How a request is sampled and when it ends. Field meanings and order of application are those of transformers.
 
     Attributes:
-        temperature: divides the logits; 0 is greedy decoding, where only `repetition_penalty` still applies.
+        temperature: divides the logits, at least 1e-30; 0 is greedy decoding, where only `repetition_penalty` still applies.
         top_k: keep the k most likely tokens; 0 keeps all.
         top_p: keep the smallest set of most likely tokens whose probability reaches top_p; 1 keeps all.
         min_p: drop tokens less likely than min_p times the most likely one; 0 keeps all.
@@ -54,16 +55,20 @@ class SamplingParams:
     def __post_init__(self) -> None:
         rules = (
             ("temperature", self.temperature >= 0, "at least 0 (0 is greedy)"),
+            # Outside, float32 logits divided by it are infinite or undefined.
+            ("temperature", self.greedy or 1e-30 <= self.temperature < math.inf, "0 (greedy), or at least 1e-30 and finite"),
             ("top_k", self.top_k >= 0, "at least 0 (0 keeps every token)"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1 (1 keeps every token)"),
             ("min_p", 0 <= self.min_p <= 1, "between 0 and 1 (0 keeps every token)"),
-            ("repetition_penalty", self.repetition_penalty > 0, "above 0 (1 is off)"),
+            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0 and finite (1 is off)"),
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
             ("verification", self.verification in ("standard", "block"), "'standard' or 'block'"),
         )
         for name, holds, rule in rules:
             if not holds:
                 raise ConfigError(f"sampling: {name} = {getattr(self, name)} must be {rule}")
+        if self.stop_token_ids is not None:  # any sequence, kept so that the request can be a key
+            object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
 
     @property
     def greedy(self) -> bool:
