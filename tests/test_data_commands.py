@@ -115,3 +115,32 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(
     monkeypatch.chdir(tmp_path)
     assert words in refused("data", *arguments)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_refused_command_leaves_nothing_that_its_corrected_form_would_stumble_over(world: Path, tmp_path: Path) -> None:
+    common = ("--verifier", world / "verifier", "--dtype", "bfloat16", "--device", "cpu", "--output")
+    rows = [{"prompt": "Question", "response": "Answer"}]
+    questions = write_rows(tmp_path / "questions.jsonl", rows)
+    succeeded("data", "prepare", questions, "--verifier", world / "verifier", "--output", tmp_path / "prepared")
+    before = set(tmp_path.rglob("*"))
+    for output, command, wrong, words in (
+        ("made", ("synthesize", "--max-reply-tokens", 20), (), "say when to stop"),
+        ("made", ("synthesize", "--max-reply-tokens", 20), ("--seconds", 0), "no conversation was kept"),
+        ("made.jsonl", ("synthesize", "--max-reply-tokens", 20), ("--seconds", 0), "no conversation was kept"),
+        ("new.jsonl", ("generate", questions), ("--top-p", 0.5), "leave top_p and top_k to a server"),
+        ("new.jsonl", ("generate", questions), ("--temperature", "nan"), "temperature >= 0"),
+        ("store", ("store", tmp_path / "prepared", "--held-out", 0), ("--taps", "1,99"), "layer id 99 is not in 0 to 4"),
+    ):
+        assert words in refused("data", *command, *common, tmp_path / output, *wrong)
+        assert set(tmp_path.rglob("*")) == before, (command, wrong)
+    sizes = ("--size", 20, "--size", 10**6, "--save")
+    assert "is above the" in refused("data", "vocabulary", tmp_path / "prepared", "--verifier", world / "verifier", *sizes)
+    assert set(tmp_path.rglob("*")) == before
+    (tmp_path / "empty.jsonl").touch()
+    assert "there is no row in" in refused("data", "preview", tmp_path / "empty.jsonl", "--verifier", world / "verifier")
+
+
+def test_a_prompt_that_fills_the_verifiers_context_leaves_no_room_for_a_reply(world: Path, tmp_path: Path) -> None:
+    questions = write_rows(tmp_path / "questions.jsonl", [{"prompt": "x" * 600}])  # 512 positions; --max-tokens is 4096
+    common = ("--verifier", world / "verifier", "--dtype", "bfloat16", "--device", "cpu")
+    assert "1 no room for a reply" in refused("data", "generate", questions, *common, "--output", tmp_path / "new.jsonl")

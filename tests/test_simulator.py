@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -135,9 +136,19 @@ def test_profiles_and_workloads_that_cannot_be_are_refused(tmp_path: Path) -> No
     trace.write_text('{"arrival": 2, "output_tokens": 5}\n\n{"arrival": 1, "output_tokens": 7}\n')
     read = Workload.read(trace)
     assert read.arrival.tolist() == [1, 2] and read.output_tokens.tolist() == [7, 5]
-    trace.write_text('{"arrival": 2}\n')
-    with pytest.raises(DataError, match="line 1"):
-        Workload.read(trace)
+    for bad in ('{"arrival": 2}', '{"arrival": 2, "output_tokens": Infinity}'):
+        trace.write_text(f"{bad}\n")
+        with pytest.raises(DataError, match="line 1"):
+            Workload.read(trace)
+    for never in ("NaN", "Infinity"):
+        trace.write_text(f'{{"arrival": {never}, "output_tokens": 5}}\n')
+        with pytest.raises(DataError, match="finite arrivals"):
+            Workload.read(trace)
+    with pytest.raises(ConfigError, match="arrivals of rate inf"):
+        Workload.poisson(float("inf"), 3, 5, seed=0)
+    trace.write_text(json.dumps(TIMES.to_json()).replace('"rows": [', '"rows": [Infinity, '))
+    with pytest.raises(DataError, match="does not hold step times"):
+        StepTimes.load(trace)
     with pytest.raises(DataError, match="cannot be read"):
         Workload.read(tmp_path / "nowhere.jsonl")
 

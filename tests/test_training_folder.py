@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 from pathlib import Path
@@ -117,6 +118,25 @@ def test_whatever_the_user_put_into_the_folder_stays(verifier: Verifier, tmp_pat
     assert all(file.read_text() == "mine" for file in mine)
     assert sorted(path.name for path in mine[3].parent.iterdir()) == ["notes.txt"]  # the checkpoint around it has gone
     assert checkpoints_of(run) == ["keep.txt", "step-00000002", "step-00000006"]
+
+
+def test_a_log_that_a_crash_has_garbled_costs_its_bad_lines_alone(verifier: Verifier, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train(verifier, packed_rows(), tiny_config(output=run, steps=2))
+    good = (run / "log.jsonl").read_bytes()
+    (run / "log.jsonl").write_bytes(good + b'\xff\x00\n[]\n5\n{"kind": "train"}\n{"kind": "tr')
+    train(verifier, packed_rows(), tiny_config(output=run, steps=3), resume=True)
+    assert (run / "log.jsonl").read_bytes().startswith(good)
+    assert [json.loads(line)["step"] for line in (run / "log.jsonl").read_text().splitlines()][-1] == 3
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model-00001-of-00002.safetensors"])
+def test_a_run_is_not_begun_where_a_model_lies_and_its_files_stay(verifier: Verifier, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("mine")
+    for resume in (False, True):
+        with pytest.raises(ConfigError, match=f"holds a model .{name}., which the trained drafter would replace"):
+            train(verifier, packed_rows(), tiny_config(output=tmp_path), resume=resume)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, "mine")]
 
 
 @pytest.mark.parametrize("name", ["latest", "best"])

@@ -58,8 +58,9 @@ def calibrate(
     if plots is not None:
         check_plots(plots)
     temperatures = sorted(set(temperature or (0.0, 1.0)))
-    if temperatures[0] < 0:
-        raise ConfigError(f"--temperature {temperatures[0]:g} must be 0 (greedy) or positive")
+    for degree in temperatures:
+        if not 0 <= degree < float("inf"):
+            raise ConfigError(f"--temperature {degree:g} must be 0 (greedy) or positive")
     if (data is None) == (not prompts):
         raise DataError("say where the prompts come from: --data with a folder of conversations, or --prompts with a file, not both")
     from rich.console import Console

@@ -23,7 +23,7 @@ PROMPT_LOOKUP = "prompt_lookup"
 VerifierOption = Annotated[str, typer.Option(help="Verifier: a folder, a Hub name, or the embedded default.")]
 DeviceOption = Annotated[str | None, typer.Option(help="Device, e.g. cpu or cuda:0. Default: CUDA where there is one.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write the result to this JSON file.")]
-SeedOption = Annotated[int, typer.Option(help="Seed of everything random.")]
+SeedOption = Annotated[int, typer.Option(min=0, help="Seed of everything random.")]
 DraftTokensOption = Annotated[
     str | None, typer.Option("--k", help="Draft tokens a round; auto chooses each round's from measured times. Default: the drafter's own.")
 ]
@@ -55,7 +55,7 @@ def load_verifier(name: str, dtype: str, device: str | None) -> Verifier:
     try:
         chosen = None if device is None else torch.device(device)
         if chosen is not None:
-            torch.empty(0, device=chosen)
+            torch.zeros(1, device=chosen).item()  # a device that holds no values, such as meta, cannot decode either
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"device {device!r} cannot be used here: {str(error).splitlines()[0]}") from None
     return Verifier.from_pretrained(name, dtype=dtype, device=chosen)

@@ -19,7 +19,6 @@ from speculators.cli.common import (
     write_json,
 )
 from speculators.errors import DataError
-from speculators.files import check_output_folder
 
 SourcesArgument = Annotated[
     list[str], typer.Argument(help="Files, folders or hf://owner/name; path=0.3 gives one a share of 0.3 in the mixture.")
@@ -85,13 +84,14 @@ def synthesize(
     if out.complete:
         typer.echo(f"{output} is complete already")
         return
-    check_output_folder(output.parent)
-    target = load_verifier(verifier, dtype, device)
-    common: dict[str, Any] = {"seconds": seconds, "exclude": exclude or [], "slots": slots, "journal": out.journal}
-    if given:
-        result = answer_prompts(target, given, settings, **common)
-    else:
-        result = synthesize_questions(target, settings, conversations=conversations, topics=chosen, **common)
+    assert out.journal is not None
+    with out.journal.discarded_if_empty():
+        target = load_verifier(verifier, dtype, device)
+        common: dict[str, Any] = {"seconds": seconds, "exclude": exclude or [], "slots": slots, "journal": out.journal}
+        if given:
+            result = answer_prompts(target, given, settings, **common)
+        else:
+            result = synthesize_questions(target, settings, conversations=conversations, topics=chosen, **common)
     files = out.write(result, target)
     tokens = sum(conversation.reply_tokens for conversation in result.conversations)
     typer.echo(f"{len(result.conversations)} conversations with {tokens} reply tokens in {output} ({len(files)} files)")
@@ -233,7 +233,10 @@ def preview(
             show([document], facts.tokenizer, f"document {number}", console)
         return
     preparer = row_preparer(facts, thinking=thinking, supervise_reasoning=reasoning)
-    for row in mix([Source.open(source) for source in sources], rows):
+    found = list(mix([Source.open(source) for source in sources], rows))
+    if not found:
+        raise DataError(f"there is no row in {', '.join(sources)}")
+    for row in found:
         title = f"{Path(row.source).name}, row {row.number}"
         try:
             show(preparer.documents(row)[0], facts.tokenizer, title, console)
@@ -338,15 +341,16 @@ def vocabulary(
     facts = load_chat_facts(verifier)
     counts = vocabularies.count_labels(read_blocks(data), facts.vocab_size)
     sizes = size or [2**power for power in range(8, 20) if 2**power < facts.vocab_size]
+    if max(sizes, default=0) > facts.vocab_size:
+        raise DataError(f"--size {max(sizes)} is above the {facts.vocab_size} tokens of {verifier!r}; name a smaller draft vocabulary")
     covered = vocabularies.coverage(counts, sizes)
+    made = [vocabularies.draft_vocabulary(counts, number, facts.stop_token_ids) for number in sizes] if save else []
     typer.echo(f"{int(counts.sum())} supervised tokens, {int((counts > 0).sum())} different ones of {facts.vocab_size}")
     for number, share in covered.items():
         typer.echo(f"draft vocabulary {number}: covers {share:.2%}, never proposes the other {1 - share:.2%}")
-    if save:
-        for number in sizes:
-            key = vocabularies.vocabulary_key(read_header(data), number, facts.vocab_size, facts.stop_token_ids)
-            made = vocabularies.draft_vocabulary(counts, number, facts.stop_token_ids)
-            typer.echo(f"saved {vocabularies.save_vocabulary(data, key, made)}")
+    for number, chosen in zip(sizes, made, strict=False):
+        key = vocabularies.vocabulary_key(read_header(data), number, facts.vocab_size, facts.stop_token_ids)
+        typer.echo(f"saved {vocabularies.save_vocabulary(data, key, chosen)}")
     write_json(json, {"command": "data vocabulary", "data": data, "coverage": covered})
 
 

@@ -36,7 +36,7 @@ class AnswerSettings:
         top_p, top_k: of servers; our engine draws from the full distribution, which is what a drafter has to follow.
         min_p: keep tokens of at least this share of the largest probability; 0 keeps all.
         max_new_tokens: a longer reply is cut there and flagged.
-        max_tokens: of a whole conversation, template included.
+        max_tokens: of a whole conversation, template included; never more than the verifier's context, where our engine writes.
         thinking: whether the verifier reasons first, for templates that ask; None leaves it to the template.
         keep_truncated: keep cut replies, flagged; a conversation ends with one either way.
         seed: of everything drawn.
@@ -53,7 +53,7 @@ class AnswerSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0 or not 0 < self.top_p <= 1 or not 0 <= self.min_p < 1 or self.top_k < 0:
+        if not 0 <= self.temperature < float("inf") or not 0 < self.top_p <= 1 or not 0 <= self.min_p < 1 or self.top_k < 0:
             raise ConfigError("sampling needs temperature >= 0, 0 < top_p <= 1, 0 <= min_p < 1 and top_k >= 0")
         if not 1 <= self.max_new_tokens < self.max_tokens:
             raise ConfigError(f"max_new_tokens = {self.max_new_tokens} must be at least 1 and below max_tokens = {self.max_tokens}")
@@ -189,16 +189,17 @@ class EngineWriter:
         if settings.top_p < 1 or settings.top_k:
             raise ConfigError("our engine draws replies from the full distribution or by min_p; leave top_p and top_k to a server")
         encoder = ChatEncoder.for_verifier(self._verifier, thinking=settings.thinking)
-        generator = TokenGenerator(self._verifier, slots=self._slots, max_length=settings.max_tokens, seed=settings.seed)
-        return generator.run_numbered((number, self._job(encoder, number, chat, settings)) for number, chat in chats)
+        limit = min(settings.max_tokens, self._verifier.weights.config.get("max_position_embeddings") or settings.max_tokens)
+        generator = TokenGenerator(self._verifier, slots=self._slots, max_length=limit, seed=settings.seed)
+        return generator.run_numbered((number, self._job(encoder, number, chat, settings, limit)) for number, chat in chats)
 
-    def _job(self, encoder: ChatEncoder, number: int, chat: Chat, settings: AnswerSettings) -> Job[tuple[int, Answered]]:
+    def _job(self, encoder: ChatEncoder, number: int, chat: Chat, settings: AnswerSettings, limit: int) -> Job[tuple[int, Answered]]:
         conversation = dialogue(chat, settings, self.name)
         try:
             messages = next(conversation)
             while True:
                 prompt = encoder.prompt_ids(messages, chat.tools)
-                room = min(settings.max_new_tokens, settings.max_tokens - len(prompt))
+                room = min(settings.max_new_tokens, limit - len(prompt))
                 if room < 1:
                     messages = conversation.send(None)
                     continue
@@ -278,7 +279,10 @@ def answer_file(
                 bar.update()
 
     tokens = 0
-    with tqdm(total=total, initial=len(journal), unit=" conversations", disable=not progress, desc="answering") as bar:
+    with (
+        journal.discarded_if_empty(),
+        tqdm(total=total, initial=len(journal), unit=" conversations", disable=not progress, desc="answering") as bar,
+    ):
         try:
             for number, answered in writer.answer(waiting(), settings):
                 journal.add(number, asdict(answered))

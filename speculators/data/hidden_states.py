@@ -25,7 +25,7 @@ from tqdm.auto import tqdm
 
 from speculators.data.partial import HEADER_FILE, PartialFolder
 from speculators.data.rows import PackedRows
-from speculators.errors import ConfigError, DataError
+from speculators.errors import ConfigError, DataError, SpeculatorsError
 from speculators.verifier import Verifier
 
 FORMAT = "speculators-hidden-states-1"
@@ -147,19 +147,24 @@ def store_hidden_states(
     done: list[dict[str, Any]] = list(partial.state.get("shards", []))
     partial.remove_unsealed({shard["file"] for shard in done})
     needed = layout.token_bytes * int(sum(lengths[start:end].sum() for start, end in shards[len(done) :]))
-    check_disk(output, needed)
     total, before = int(lengths.sum()), sum(shard["tokens"] for shard in done)
-    with tqdm(total=total, initial=before, unit=" tokens", unit_scale=True, disable=not progress, desc="storing") as bar:
-        for number, (start, end) in enumerate(shards[len(done) :], start=len(done) + 1):
-            file = partial.folder / f"states-{number:05d}.safetensors"
-            pieces = []
-            for first in range(start, end, rows_per_forward):
-                some = slice(first, min(first + rows_per_forward, end))
-                pieces += _row_states(rows[some], lengths[some], states, device)
-                bar.update(int(lengths[some].sum()))
-            _save_shard(file, pieces, layout, lengths[start:end])
-            done.append({"file": file.name, "rows": end - start, "tokens": int(lengths[start:end].sum()), **checksum(file)})
-            partial.seal({"shards": done})
+    try:
+        check_disk(output, needed)
+        with tqdm(total=total, initial=before, unit=" tokens", unit_scale=True, disable=not progress, desc="storing") as bar:
+            for number, (start, end) in enumerate(shards[len(done) :], start=len(done) + 1):
+                file = partial.folder / f"states-{number:05d}.safetensors"
+                pieces = []
+                for first in range(start, end, rows_per_forward):
+                    some = slice(first, min(first + rows_per_forward, end))
+                    pieces += _row_states(rows[some], lengths[some], states, device)
+                    bar.update(int(lengths[some].sum()))
+                _save_shard(file, pieces, layout, lengths[start:end])
+                done.append({"file": file.name, "rows": end - start, "tokens": int(lengths[start:end].sum()), **checksum(file)})
+                partial.seal({"shards": done})
+    except SpeculatorsError:
+        if not done:  # nothing is lost, and the corrected command would be another run
+            partial.discard()
+        raise
     starts = dict(zip(splits, [0, *torch.tensor([len(part) for part in splits.values()]).cumsum(0).tolist()], strict=False))
     partial.finish(
         {

@@ -6,11 +6,12 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from speculators.data.partial import PartialFolder
-from speculators.errors import DataError
+from speculators.errors import DataError, SpeculatorsError
 from speculators.files import write_text_atomically
 
 _JOURNAL_FILE = "journal.jsonl"
@@ -67,6 +68,20 @@ class Journal:
     def close(self) -> None:
         """Close the file; the journal stays."""
         self._stream.close()
+
+    @contextmanager
+    def discarded_if_empty(self) -> Iterator[None]:
+        """While open, an error of this library's removes the journal and its folder, unless a result is in it.
+
+        Nothing is lost, and the corrected command, which is another run, is not told of an unfinished one.
+        """
+        try:
+            yield
+        except SpeculatorsError:
+            if not len(self):
+                self.close()
+                self.partial.discard()
+            raise
 
     def remove(self) -> None:
         """Remove the journal, before its folder takes the output's name."""

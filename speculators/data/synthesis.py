@@ -108,12 +108,21 @@ class SynthesisOutput:
             self.journal = Journal(PartialFolder(path.with_name(f"{path.name}.journal"), settings))
 
     def write(self, synthesis: Synthesis, verifier: Verifier) -> list[Path]:
-        """Write the output, then remove the journal."""
+        """Write the output, then remove the journal.
+
+        Raises:
+            DataError: no conversation was kept; nothing is left behind then.
+        """
+        assert self.journal is not None
+        if not synthesis.conversations:
+            self.journal.close()
+            self.journal.partial.discard()
+            dropped = "; ".join(f"{count} {reason}" for reason, count in Counter(synthesis.counts).most_common(3)) or "none was finished"
+            raise DataError(f"no conversation was kept for {self._path}: {dropped}; give it more time, or other settings")
         if self._file is not None:
             self._file.finish(synthesis.rows(verifier), lambda: synthesis.header)
             return [self._path]
         files = synthesis.save(self._path, self._settings)
-        assert self.journal is not None
         self.journal.close()
         self.journal.partial.discard()
         return files

@@ -131,7 +131,7 @@ class StepTimes:
             return cls(rows, drafts, draft, verify, machine=str(data.get("machine", "")), kind=str(data.get("kind", "decode")))
         except FileNotFoundError:
             raise DataError(f"no step times at {path}: the file does not exist; write it with benchmarks/scheduling.py") from None
-        except (OSError, ValueError, KeyError, TypeError, ConfigError) as error:
+        except (OSError, ValueError, OverflowError, KeyError, TypeError, ConfigError) as error:
             raise DataError(f"{path} does not hold step times ({type(error).__name__}: {error}); measure them again") from None
 
 

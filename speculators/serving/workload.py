@@ -35,8 +35,9 @@ class Workload:
             raise ConfigError(
                 f"a workload needs as many arrivals ({len(self.arrival)}) as replies ({len(self.output_tokens)}), at least one"
             )
-        if self.output_tokens.min() < 1 or self.arrival[0] < 0 or (np.diff(self.arrival) < 0).any():
-            raise ConfigError("a workload needs arrivals in ascending order from 0 on, and replies of at least 1 token")
+        ascending = np.isfinite(self.arrival).all() and self.arrival[0] >= 0 and (np.diff(self.arrival) >= 0).all()
+        if not ascending or self.output_tokens.min() < 1:
+            raise ConfigError("a workload needs finite arrivals in ascending order from 0 on, and replies of at least 1 token")
         if self.users is not None and self.users < 1:
             raise ConfigError(f"{self.users} users: a closed loop needs at least 1")
 
@@ -56,8 +57,8 @@ class Workload:
         Raises:
             ConfigError: the rate or the burst is not positive.
         """
-        if not rate > 0 or burst < 1 or requests < 1:
-            raise ConfigError(f"arrivals of rate {rate}, burst {burst}, {requests} requests: all must be positive")
+        if not 0 < rate < float("inf") or burst < 1 or requests < 1:
+            raise ConfigError(f"arrivals of rate {rate}, burst {burst}, {requests} requests: all must be positive and finite")
         gaps = np.random.default_rng(seed).exponential(burst / rate, -(-requests // burst))
         return cls(np.repeat(np.cumsum(gaps), burst)[:requests], np.full(requests, output_tokens))
 
@@ -79,7 +80,7 @@ class Workload:
                         rows.append((float(record["arrival"]), int(record["output_tokens"])))
         except OSError as error:
             raise DataError(f"the trace {path} cannot be read ({error.strerror}); name a JSON lines file") from None
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, OverflowError, KeyError, TypeError) as error:
             raise DataError(f'{path}, line {number}: a trace has "arrival" and "output_tokens" in every line ({error})') from None
         if not rows:
             raise DataError(f"the trace {path} is empty; it needs one request a line")

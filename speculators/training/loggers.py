@@ -89,13 +89,14 @@ class JsonLines:
         self._path = facts.output / LOG_FILE
         kept: list[str] = []
         if facts.step and self._path.exists():
-            for line in self._path.read_text(encoding="utf-8").splitlines():
+            for line in self._path.read_text(encoding="utf-8", errors="replace").splitlines():
                 try:
                     record = json.loads(line)
-                except ValueError:
-                    continue  # a process was killed while it wrote this line
-                if record["step"] <= (facts.step if record["kind"] == "train" else facts.evaluated):
-                    kept.append(line)
+                    step, limit = record["step"], facts.step if record["kind"] == "train" else facts.evaluated
+                    if step <= limit:
+                        kept.append(line)
+                except (ValueError, KeyError, TypeError):
+                    continue  # a process was killed, or the machine stopped, while this line was written
         write_text_atomically(self._path, "".join(f"{line}\n" for line in kept))
 
     def log(self, record: Record) -> None:

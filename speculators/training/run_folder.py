@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from speculators.checkpoint.storage import CARD_FILE, CONFIG_FILE, INDEX_FILE
+from speculators.checkpoint.storage import CARD_FILE, CONFIG_FILE, INDEX_FILE, weight_files
 from speculators.errors import ConfigError, DataError
 from speculators.files import check_output_folder, make_folder
 
@@ -59,6 +59,20 @@ class RunFolder:
             link = self.path / name
             if link.exists() and not link.is_symlink():
                 raise ConfigError(f"{link} is not a link that training made; move it away or name another output folder")
+
+    def check_new(self) -> None:
+        """Refuse to begin a run where a model lies, a verifier perhaps: the trained drafter would replace it.
+
+        Raises:
+            ConfigError: the folder holds one.
+        """
+        if not self.path.is_dir():
+            return
+        found = [file for file in (self.path / CONFIG_FILE, *weight_files(self.path)) if file.exists()]
+        if found:
+            raise ConfigError(
+                f"{self.path} holds a model ({found[0].name}), which the trained drafter would replace; name another output folder"
+            )
 
     def check_space(self, needed: int) -> None:
         """Refuse a disk that is too small, before any work is done for it. What a resumed run has written already counts as free.

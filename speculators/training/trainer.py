@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from speculators.checkpoint.card import ModelCard
+from speculators.data.hidden_states import StoreReader, rows_digest
 from speculators.data.rows import PackedRows
 from speculators.errors import ConfigError, DataError, TrainingInterrupted
 from speculators.speculator import Speculator
@@ -195,6 +196,8 @@ class Trainer:
             )
 
         self._check_disk()
+        if config.hidden_states is not None:
+            StoreReader(config.hidden_states, rows_digest(rows))  # a store of other rows is refused before the folder is made
         if folder is not None and world.is_main:
             folder.open()
         held_out_source = source(held_out) if held_out is not None else None
@@ -364,6 +367,8 @@ class Trainer:
             raise ConfigError(
                 f"{folder.path} already holds a training run; pass resume=True (--resume) to continue it, or name another folder"
             )
+        if newest is None:
+            folder.check_new()
         if newest is None and resume and self._world.is_main:
             logger.warning("there is no checkpoint in %s to resume: a new run starts at step 0", folder.path)
         return StoredState.read(newest) if newest is not None else None
