@@ -61,6 +61,20 @@ def test_the_calibration_of_a_temperature_is_chosen_and_arrivals_replayed(files:
     assert all(g["tokens_per_second_a_user"] > h["tokens_per_second_a_user"] for g, h in zip(greedy, hot, strict=True))
 
 
+def test_a_terminal_of_80_columns_shows_every_cell_whole(files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    arguments = ("--drafter", "dspark=0.9,0.5", "--users", 64, "--output-tokens", 20, "--policy", "threshold:0.5", "--policy", "fixed:2")
+    output = run("simulate", "--step-times", files[0], *arguments).output
+    lines = [line.split() for line in output.splitlines() if line.strip().startswith("dspark")]
+    assert [line[:4] for line in lines] == [["dspark", policy, "64", "users"] for policy in ("threshold:0.5", "fixed:2")]
+    assert all(len(line) == 11 for line in lines) and "\N{HORIZONTAL ELLIPSIS}" not in output
+
+
+def test_two_drafters_of_one_name_are_refused(files: tuple[Path, Path], tmp_path: Path) -> None:
+    arguments = ("simulate", "--step-times", files[0], "--drafter", "ours=0.9", "--drafter", "ours=0.8")
+    assert "two drafters are called 'ours'" in refused(tmp_path, *arguments)
+
+
 def test_figures_say_that_they_are_simulated(files: tuple[Path, Path], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     times, report = files

@@ -64,7 +64,6 @@ def calibrate(
     if (data is None) == (not prompts):
         raise DataError("say where the prompts come from: --data with a folder of conversations, or --prompts with a file, not both")
     from rich.console import Console
-    from rich.table import Table
 
     from speculators.checkpoint import read_config
     from speculators.checkpoint.calibration import check_calibration_target, store_calibrations
@@ -72,6 +71,7 @@ def calibrate(
     from speculators.data.default_verifier import cache_folder
     from speculators.decoding.sampling import SamplingParams
     from speculators.evaluation import calibration_records, calibration_report
+    from speculators.evaluation.report import narrow_table
 
     untrained = checkpoint == PROMPT_LOOKUP
     if store and untrained:
@@ -106,12 +106,7 @@ def calibrate(
         header, *lines = calibration_report.table_rows(result)
         means = f"mean ECE {100 * errors['raw']:.2f}% raw, {100 * errors['calibrated']:.2f}% calibrated (decode)"
         title = f"temperature {kept.temperature:g}, {kept.domain}: {means}"
-        table = Table(title=title)
-        for name in header:
-            table.add_column(name, no_wrap=True)
-        for line in lines:
-            table.add_row(*line)
-        console.print(table)
+        console.print(narrow_table(title, header, lines))
         console.print(
             f"fitted on {kept.rounds:,} rounds of {result.fit_prompts} prompts, judged on the {result.validation_rounds:,} of"
             f" {result.validation_prompts} others"

@@ -44,9 +44,9 @@ def simulate(
 
         check_plots(plots)
     from rich.console import Console
-    from rich.table import Table
 
     from speculators.decoding.step_times import StepTimes
+    from speculators.evaluation.report import narrow_table
     from speculators.serving.simulation_report import HEADER, SimulationRow, cells, plot_concurrency, plot_frontier, read_profile
     from speculators.serving.simulator import make_policy
     from speculators.serving.simulator import simulate as run
@@ -61,6 +61,8 @@ def simulate(
         times = tables.get(name, tables.get(""))
         if times is None:
             raise ConfigError(f"drafter {name!r} has no step times: pass --step-times FILE, or --step-times {name}=FILE")
+        if name in {profile.name for profile in profiles}:
+            raise ConfigError(f"two drafters are called {name!r}, and their rows would look alike; name them apart")
         profiles.append(read_profile(name, source, times, temperature))
     loads: list[tuple[float, Workload]]
     if arrivals:
@@ -81,14 +83,8 @@ def simulate(
             for load, workload in loads:
                 result = run(workload, profile, chosen, gpus=gpus, max_batch=max_batch, packed=not engine, seed=seed)
                 rows.append(SimulationRow.of(result, profile.name, chosen.name, load, workload.users is not None, gpus))
-    table = Table(
-        title=f"simulated: {gpus} GPU{'s' * (gpus > 1)}, batches of at most {max_batch}; step times of {profiles[0].times.machine}"
-    )
-    for column in HEADER:
-        table.add_column(column, no_wrap=True)
-    for row in rows:
-        table.add_row(*cells(row))
-    Console().print(table)
+    title = f"simulated: {gpus} GPU{'s' * (gpus > 1)}, batches of at most {max_batch}; step times of {profiles[0].times.machine}"
+    Console().print(narrow_table(title, HEADER, [cells(row) for row in rows]))
     if plots is not None:
         title = f"{gpus} GPU{'s' * (gpus > 1)}, step times of {profiles[0].times.machine}"
         plot_frontier(rows, title).savefig(plots / "frontier.png", dpi=110)

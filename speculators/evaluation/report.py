@@ -64,6 +64,19 @@ def terminal_tables(rows: Sequence[Row], title: str) -> list[Table]:
     return [overview, survival]
 
 
+def narrow_table(title: str, header: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
+    """A Rich table of many columns that loses no digit on a narrow terminal: headers have a word a line, and cells fold."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=0)
+    for position, name in enumerate(header):
+        table.add_column(name.replace(" ", "\n"), overflow="fold", justify="right" if position else "left")
+    for line in lines:
+        table.add_row(*line)
+    return table
+
+
 def row_name(row: Row) -> str:
     """The method, and the checkpoint folder's name where that says more."""
     folder = None if row["checkpoint"] is None else Path(row["checkpoint"]).name

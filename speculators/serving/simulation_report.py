@@ -68,7 +68,7 @@ class SimulationRow:
         )
 
 
-HEADER = ("drafter", "policy", "load", "tokens/s", "tokens/s/user", "drafts/step", "rows/step", "p50 s", "p99 s", "first p50 s")
+HEADER = ("drafter", "policy", "load", "tokens/s", "tokens/s a user", "drafts a step", "rows a step", "p50 s", "p99 s", "first p50 s")
 
 
 def cells(row: SimulationRow) -> list[str]:
