@@ -14,6 +14,7 @@ import torch
 from tiny_models import tiny_verifier
 from tiny_training import DRAFTERS, ROW_LENGTH, packed_rows, tiny_config, without_supervision
 
+from speculators.data.vocabulary import DraftVocabulary, save_vocabulary
 from speculators.errors import ConfigError, DataError
 from speculators.registry import get_algorithm
 from speculators.speculator import Speculator
@@ -369,6 +370,25 @@ def test_a_reduced_draft_vocabulary_takes_the_most_frequent_reply_tokens_and_fil
     speculator, records = run(verifier, packed_rows(), method="dflash", options=options, steps=2)
     assert torch.equal(speculator.draft_token_ids(), most_frequent_tokens(packed_rows(), 16, 64))
     assert all(record["skipped_steps"] == 0 for record in records)
+
+
+def test_a_saved_draft_vocabulary_is_the_drafters_and_one_that_does_not_fit_is_refused(verifier: Verifier, tmp_path: Path) -> None:
+    tokens = torch.tensor([0, 5, 9, 63])  # not the most frequent ones
+    path = save_vocabulary(tmp_path, "key", DraftVocabulary(tokens, 64, 0.5))
+    settings = {"method": "dflash", "options": DRAFTERS["dflash"], "steps": 1, "draft_vocabulary": path}
+    speculator, _ = run(verifier, packed_rows(), **settings)
+    assert torch.equal(speculator.draft_token_ids(), tokens)
+
+    def refused(words: str, **changes: Any) -> None:
+        with pytest.raises((ConfigError, DataError), match=words):
+            run(verifier, packed_rows(), **{**settings, **changes})
+
+    refused("draft_vocab_size = 8, but .* holds 4 tokens", options={**DRAFTERS["dflash"], "draft_vocab_size": 8})
+    refused("there is no draft vocabulary", draft_vocabulary=tmp_path / "none.safetensors")
+    other = save_vocabulary(tmp_path, "other", DraftVocabulary(tokens, 128, 0.5))
+    refused("is for a verifier of 128 tokens, .* has 64", draft_vocabulary=other)
+    with pytest.raises(ConfigError, match="brings its draft vocabulary along"):
+        train(verifier, packed_rows(), tiny_config(**settings), init_from=speculator)
 
 
 def test_on_the_cpu_nothing_is_captured() -> None:

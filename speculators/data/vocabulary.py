@@ -122,11 +122,20 @@ def load_vocabulary(folder: Path, key: str, size: int) -> DraftVocabulary | None
         DataError: the file is damaged.
     """
     path = folder / f"draft-vocabulary-{size}-{key}.safetensors"
+    return read_vocabulary(path) if path.is_file() else None
+
+
+def read_vocabulary(path: Path) -> DraftVocabulary:
+    """What `save_vocabulary` wrote to this file.
+
+    Raises:
+        DataError: the file is missing or damaged.
+    """
     if not path.is_file():
-        return None
+        raise DataError(f"there is no draft vocabulary {path}; `speculators data vocabulary --save` writes one")
     try:
         with safe_open(path, framework="pt") as content:
             t2d, covered = content.get_tensor("t2d"), float(content.metadata()["coverage"])
     except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
-        raise DataError(f"{path} is damaged ({error}); remove it, it will be made anew") from None
+        raise DataError(f"{path} is damaged ({error}); remove it, `speculators data vocabulary --save` makes it anew") from None
     return DraftVocabulary(t2d.nonzero().flatten(), len(t2d), covered)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from speculators.checkpoint.shared import SHARED_NAMES, verifier_tensor
 from speculators.checkpoint.validation import skeleton
 from speculators.config import SpeculatorConfig
 from speculators.data.rows import PackedRows
+from speculators.data.vocabulary import read_vocabulary
 from speculators.errors import ConfigError
 from speculators.registry import get_algorithm
 from speculators.speculator import Speculator
@@ -32,7 +34,7 @@ def build_speculator(
     Args:
         config: names the method; its seed draws the initial weights.
         verifier: the verifier.
-        rows: a reduced draft vocabulary takes the tokens that their replies use most.
+        rows: a reduced draft vocabulary without a file takes the tokens that their replies use most.
         init_from: a speculator (copied, not changed) or a checkpoint, of this method or one that this method can start from.
             Taps, draft vocabulary, anchor rule and shape are those of `init_from`; weights it does not have are new.
         resumed: the configuration of a run whose weights are about to be loaded; it then comes before everything else.
@@ -40,6 +42,7 @@ def build_speculator(
     Raises:
         ConfigError: the method is unknown, an option does not fit or contradicts `init_from`, or that is of a method which
             this one cannot start from.
+        DataError: the file of the draft vocabulary cannot be read.
         CheckpointError: the checkpoint cannot be read.
         PairingError: it was made for another verifier.
     """
@@ -50,10 +53,16 @@ def build_speculator(
         speculator = speculator_class(resumed)
         speculator.attach(verifier.weights)
     elif init_from is None:
-        speculator = speculator_class.from_verifier(verifier.weights, **config.options)
+        kept = None if config.draft_vocabulary is None else chosen_tokens(config.draft_vocabulary, config.options, verifier)
+        options = config.options if kept is None else {**config.options, "draft_vocab_size": len(kept)}
+        speculator = speculator_class.from_verifier(verifier.weights, **options)
         if speculator.has_reduced_vocabulary:
-            speculator.set_draft_vocabulary(most_frequent_tokens(rows, speculator.config.draft_vocab_size, verifier.vocab_size))
+            if kept is None:
+                kept = most_frequent_tokens(rows, speculator.config.draft_vocab_size, verifier.vocab_size)
+            speculator.set_draft_vocabulary(kept)
     else:
+        if config.draft_vocabulary is not None:
+            raise ConfigError("a drafter that training starts from brings its draft vocabulary along; leave draft_vocabulary out")
         given = init_from
         if not isinstance(given, Speculator):
             given = Speculator.from_pretrained(given, verifier.weights, dtype=torch.float32)
@@ -91,6 +100,25 @@ def warm_start(speculator_class: type[Speculator], given: Speculator, verifier: 
     speculator.unchecked_shared_tensors = dict(given.unchecked_shared_tensors)
     speculator.attach(verifier.weights)
     return speculator
+
+
+def chosen_tokens(path: Path, options: Mapping[str, Any], verifier: Verifier) -> Tensor:
+    """The tokens of a saved draft vocabulary, [draft vocabulary] int64 ascending.
+
+    Raises:
+        DataError: the file is missing or damaged.
+        ConfigError: it is another verifier's, or the options ask for another size.
+    """
+    vocabulary = read_vocabulary(path)
+    size = len(vocabulary.token_ids)
+    if vocabulary.vocab_size != verifier.vocab_size:
+        raise ConfigError(
+            f"{path} is for a verifier of {vocabulary.vocab_size} tokens, {verifier.weights.name_or_path!r} has {verifier.vocab_size};"
+            " save one with this verifier"
+        )
+    if (asked := options.get("draft_vocab_size", size)) != size:
+        raise ConfigError(f"draft_vocab_size = {asked!r}, but {path} holds {size} tokens; leave one of them out")
+    return vocabulary.token_ids
 
 
 def most_frequent_tokens(rows: PackedRows, count: int, vocab_size: int) -> Tensor:

@@ -19,6 +19,8 @@ class TrainingConfig(BaseModel):
     Attributes:
         method: the algorithm's method string.
         options: the algorithm's own settings, by name.
+        draft_vocabulary: file that `speculators data vocabulary --save` wrote: the tokens that the drafter proposes. None takes all,
+            or with the option draft_vocab_size those that the training rows' replies use most.
         output: folder of the run (settings, log, checkpoints, the trained drafter); None keeps everything in memory.
         steps: optimizer steps.
         epochs: passes over the rows; may be fractional.
@@ -69,6 +71,7 @@ class TrainingConfig(BaseModel):
 
     method: str
     options: dict[str, Any] = Field(default_factory=dict)
+    draft_vocabulary: Path | None = None
     output: Path | None = None
 
     steps: int | None = Field(None, ge=1)

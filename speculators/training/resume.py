@@ -31,7 +31,7 @@ from speculators.training.stopping import Best
 WEIGHTS, OPTIMIZER, AVERAGE, METERS = "speculator.", "optimizer.", "average.", "meters."
 
 # Changing one of these makes another run of it; the other fields may change between an interruption and its resume.
-_MUST_MATCH = ("method", "options", "optimizer", "seed", "rows_per_step", "ema_decay")
+_MUST_MATCH = ("method", "options", "draft_vocabulary", "optimizer", "seed", "rows_per_step", "ema_decay")
 
 
 @dataclass(frozen=True)
