@@ -279,6 +279,13 @@ def test_a_template_that_raises_whatever_it_likes_rejects_rows_and_leaves_nothin
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_tool_call_that_the_template_leaves_out_is_no_reply_of_a_stop_token_alone(tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    rows = [{"messages": [QUESTION, {**ANSWER, "content": content, "tool_calls": [call]}]} for content in ("", "Yo")]
+    result = prepared(tmp_path, [*rows, *chat_rows(1)])
+    assert result.rejected == {"the template does not show the tool calls": 2}
+
+
 def test_several_templates_without_a_default_are_refused_by_the_encoder() -> None:
     tokenizer = chat_tokenizer()
     tokenizer.chat_template = {"tool_use": TEMPLATE}

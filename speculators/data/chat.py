@@ -101,15 +101,20 @@ class ChatEncoder:
         if not replies:
             raise RowError("no reply", "the conversation holds no assistant turn; `speculators data generate` writes them")
         documents: list[_Document] = []
+        without_calls: list[int] = []
         for index in replies:
             if not messages[index]["content"].strip() and not messages[index].get("tool_calls"):
                 raise RowError("empty reply", f"message {index + 1} is an assistant turn without text")
             turn = self._turn(messages, index, chat.tools)
+            if any(name not in turn.reply for name in _called(messages[index])):
+                without_calls.append(index + 1)
             if documents and turn.prompt.startswith(documents[-1].text):
                 documents[-1].turns.append(turn)
             else:
                 documents.append(_Document("", [turn]))
             documents[-1].text = turn.through
+        if without_calls:
+            raise RowError("the template does not show the tool calls", f"the template leaves out a call of message {without_calls[0]}")
         topic = str(chat.facts.get("topic", ""))
         found = [tokens for document in documents for tokens in self._tokens.of(document.text, document.turns)]
         conversations = [Conversation(ids, mask, topic) for ids, mask in found]
@@ -222,6 +227,12 @@ def _for_template(message: Message) -> Message:
     if calls := message.get("tool_calls"):
         message["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
     return message
+
+
+def _called(message: Message) -> list[str]:
+    """Names of the functions that a message calls."""
+    functions = (call.get("function") for call in message.get("tool_calls") or [])
+    return [str(function["name"]) for function in functions if isinstance(function, dict) and "name" in function]
 
 
 def _with_parsed_arguments(call: Any) -> Any:
