@@ -47,7 +47,7 @@ def load_model(
     """
     device = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     weights_dtype = dtype if isinstance(dtype, torch.dtype) else _named_dtype(dtype, device)
-    source = _locate(name)
+    source = locate_verifier(name)
     remote: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(source, **remote)
@@ -86,7 +86,7 @@ def load_chat_facts(name: str, *, revision: str | None = None, trust_remote_code
     Raises:
         CheckpointError: nothing usable lies there.
     """
-    source = _locate(name)
+    source = locate_verifier(name)
     remote: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(source, **remote)
@@ -150,8 +150,12 @@ def refuse_unsupported(config: Any, model_class: Any, name: str) -> None:
     AttentionMasks.from_config(text_config, additive=False, dtype=torch.float32)
 
 
-def _locate(name: str) -> str:
-    """The folder of a verifier, or its Hub name unchanged."""
+def locate_verifier(name: str) -> str:
+    """The folder of a verifier, or its Hub name unchanged.
+
+    Raises:
+        CheckpointError: the name is that of a folder, and the folder is missing or holds no configuration.
+    """
     from speculators.data.default_verifier import DEFAULT_VERIFIER_NAME, default_verifier_folder
 
     if name == DEFAULT_VERIFIER_NAME:

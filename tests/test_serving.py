@@ -13,15 +13,16 @@ from tiny_drafters import drafter, verifier_weights
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
-from speculators.checkpoint import save
+from speculators.checkpoint import read_config, save
 from speculators.checkpoint.calibration import store_calibrations
 from speculators.cli.main import app
 from speculators.decoding.calibration import Calibration
 from speculators.decoding.step_times import StepTimes
-from speculators.errors import ConfigError, DataError, PairingError
+from speculators.errors import CheckpointError, ConfigError, DataError, PairingError
 from speculators.registry import get_algorithm
 from speculators.serving import plan, speculative_config
 from speculators.serving.deployment import deploy
+from speculators.serving.pairing import check_pair
 from speculators.serving.plan import ServingPlan
 from speculators.serving.translation import CHECKPOINT_KEY, translate
 from speculators.serving.versions import installed, outside_tested, release
@@ -142,6 +143,18 @@ def test_a_verifier_that_the_drafter_was_not_made_for_is_refused(
     LlamaConfig.from_pretrained(folder / "verifier", **change).save_pretrained(tmp_path)
     with pytest.raises(PairingError, match=message):
         checked(folder, "dflash", verifier=str(tmp_path))
+
+
+def test_a_verifier_that_cannot_be_one_is_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"there is no folder .*nowhere; pass an existing folder"):
+        checked(folder, "dflash", verifier=str(tmp_path / "nowhere"))
+    (tmp_path / "config.json").write_text('{"model_type": "resnet"}')
+    with pytest.raises(CheckpointError, match="has no vocab_size: it is no language model"):
+        checked(folder, "dflash", verifier=str(tmp_path))
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((folder / "verifier" / "config.json").read_bytes())
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is no complete safetensors file"):
+        check_pair(read_config(folder / "dflash"), "0" * 64, str(tmp_path))
 
 
 def test_a_verifier_that_is_not_here_is_said_to_be_unchecked(folder: Path) -> None:
@@ -332,6 +345,13 @@ def test_sagemaker_gets_every_argument_as_a_variable(folder: Path, tmp_path: Pat
         "SM_VLLM_MAX_NUM_SEQS": "8",
         "SM_VLLM_ENFORCE_EAGER": "true",
     }
+
+
+@pytest.mark.parametrize("stray", [["-tp", "2"], ["--enforce-eager", "-tp", "2"], ["--seed=1", "2"], ["--seed", "1", "2"]])
+def test_sagemaker_refuses_arguments_that_no_variable_can_hold(stray: list[str], folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="takes arguments as --name value"):
+        deploy(checked(folder, "eagle3", arguments=stray), "sagemaker", tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_sglang_counts_the_anchor_among_the_draft_tokens(folder: Path) -> None:

@@ -153,13 +153,16 @@ def _sagemaker(plan: ServingPlan) -> dict[str, str]:
         "SM_VLLM_MODEL": inside.get(mounted.verifier, mounted.verifier),
         "SM_VLLM_SPECULATIVE_CONFIG": json.dumps(settings),
     }
-    name = None
+    name, complete = "", True
     for argument in plan.arguments:
         if argument.startswith("--"):
-            name, _, value = argument.partition("=")
-            environment[_sagemaker_name(name)] = value or "true"
-        elif name is not None:
-            environment[_sagemaker_name(name)] = argument
+            option, equals, value = argument.partition("=")
+            name, complete = _sagemaker_name(option), bool(equals)
+            environment[name] = value or "true"
+        elif complete or (argument[:1] == "-" and argument[1:2].isalpha()):
+            raise ConfigError(f"SageMaker's container takes arguments as --name value, which {argument!r} is not part of; spell it out")
+        else:
+            environment[name], complete = argument, True
     packed = {host: inside[folder].rpartition("/")[2] for host, folder in mounted.folders.items()}
     return {"sagemaker.json": json.dumps({"Environment": environment, "ModelDataFolders": packed}, indent=2) + "\n"}
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from speculators.checkpoint.shared import embedding_sha256
 from speculators.config import SpeculatorConfig
-from speculators.errors import PairingError
+from speculators.errors import CheckpointError, PairingError
+from speculators.loading import locate_verifier
 
 _EMBEDDINGS = ("model.embed_tokens.weight", "embed_tokens.weight", "language_model.model.embed_tokens.weight")
 
@@ -28,13 +29,17 @@ def check_pair(config: SpeculatorConfig, embedding_hash: str | None, verifier: s
 
     Raises:
         PairingError: vocabulary, hidden size, depth or embedding contradict each other.
+        CheckpointError: the verifier's folder is missing, holds no language model, or a damaged one.
     """
     from transformers import AutoConfig
 
     try:
-        theirs = AutoConfig.from_pretrained(verifier).get_text_config()
+        theirs = AutoConfig.from_pretrained(locate_verifier(verifier)).get_text_config()
     except (OSError, ValueError) as error:
         return f"the pair could not be checked: no configuration of {verifier!r} here ({str(error).splitlines()[0].rstrip('.')})"
+    for fact in ("vocab_size", "hidden_size", "num_hidden_layers"):
+        if not hasattr(theirs, fact):
+            raise CheckpointError(f"the configuration of {verifier!r} has no {fact}: it is no language model; choose another verifier")
     hidden = config.target_hidden_size or config.layers.hidden_size
     for what, ours, found in (("vocabulary", config.vocab_size, theirs.vocab_size), ("hidden size", hidden, theirs.hidden_size)):
         if ours != found:
@@ -64,9 +69,12 @@ def _embedding(folder: Path) -> Tensor | None:
     """The embedding table in a folder of safetensors, or None."""
     for file in sorted(folder.glob("*.safetensors")) if folder.is_dir() else ():
         stored: Any
-        with safe_open(file, framework="pt") as stored:
-            for name in _EMBEDDINGS:
-                if name in stored.keys():  # noqa: SIM118 (no mapping)
-                    table: Tensor = stored.get_tensor(name)
-                    return table
+        try:
+            with safe_open(file, framework="pt") as stored:
+                for name in _EMBEDDINGS:
+                    if name in stored.keys():  # noqa: SIM118 (no mapping)
+                        table: Tensor = stored.get_tensor(name)
+                        return table
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file} is no complete safetensors file ({error}); copy or download the verifier again") from None
     return None
