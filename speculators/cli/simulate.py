@@ -12,6 +12,7 @@ from speculators.cli.common import JsonOption, SeedOption, check_json_path, writ
 from speculators.errors import ConfigError
 
 if TYPE_CHECKING:
+    from speculators.serving.simulator import DrafterProfile
     from speculators.serving.workload import Workload
 
 
@@ -55,7 +56,7 @@ def simulate(
     if users and arrivals:
         raise ConfigError("--users and --arrivals each say what the load is; use one of them")
     tables = {name: StepTimes.load(Path(path)) for name, path in (_named(text, "") for text in step_times)}
-    profiles = []
+    profiles: list[DrafterProfile] = []
     for text in drafter:
         name, source = _named(text)
         times = tables.get(name, tables.get(""))
