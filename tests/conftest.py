@@ -5,8 +5,11 @@ from __future__ import annotations
 import gc
 import os
 
-# Set before torch starts its thread pool: tiny models run slower on many threads, and workers share the cores.
-os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else str(min(2, os.cpu_count() or 1)))
+# Set before torch starts its thread pool. Several workers share the cores, and threads that wait for one another by spinning
+# make each other many times slower; a worker inherits its parent's environment, so here it must overrule it.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("OMP_NUM_THREADS", str(min(2, os.cpu_count() or 1)))
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on a model hub
 
