@@ -17,6 +17,7 @@ from tiny_models import tiny_verifier
 from typer.testing import CliRunner
 
 from speculators.checkpoint import load, save
+from speculators.checkpoint.card import serving_command
 from speculators.checkpoint.inspection import SharedTensor, inspect
 from speculators.cli.main import app
 from speculators.errors import CheckpointError
@@ -166,6 +167,12 @@ def test_a_compact_checkpoint_of_a_look_alike_is_a_problem(tmp_path: Path) -> No
 def test_a_folder_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="does not exist"):
         inspect(tmp_path / "nowhere")
+
+
+def test_a_drafter_of_the_embedded_verifier_is_served_by_the_command_that_knows_its_folder() -> None:
+    serving = get_algorithm("dspark").serving
+    assert serving_command(serving, "smollm2-135m-instruct", "my drafters/one", 7) == "speculators serve 'my drafters/one'"
+    assert "vllm serve org/verifier --speculative-config " in serving_command(serving, "org/verifier", "drafter", 7)
 
 
 # -- the command -------------------------------------------------------------------------------------------------

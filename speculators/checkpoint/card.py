@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import platform
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
+from speculators.data.default_verifier import DEFAULT_VERIFIER_NAME
 from speculators.errors import ConfigError
-from speculators.registry import get_algorithm
+from speculators.registry import VllmServing, get_algorithm
 from speculators.speculator import Speculator
 
 MARKER = "<!-- written by unified-speculators -->"
@@ -203,11 +205,18 @@ def _loading(card: ModelCard, speculator: Speculator, trained_for: str, base_mod
     serving = get_algorithm(speculator.method).serving
     if serving.method is None:
         return f"## Use\n\n{python}\n\nvLLM has no drafter of its own for this method."
-    command = serving.command(base_model, checkpoint, speculator.default_draft_tokens)
+    command = serving_command(serving, base_model, checkpoint, speculator.default_draft_tokens)
     version = serving.minimum_version_for(speculator.config)
     needs = f"{version} or later, model runner {' or '.join(serving.runners)}" if version else ""
     text = f"## Use\n\n{python}\n\n```bash\n{command}\n```"
     return f"{text}\n\nThis needs vLLM {needs}." if needs else text
+
+
+def serving_command(serving: VllmServing, verifier: str, checkpoint: str, num_draft_tokens: int) -> str:
+    """The shell command that serves a checkpoint. The embedded verifier lies in a cache folder, under no name that vLLM could load."""
+    if verifier == DEFAULT_VERIFIER_NAME:
+        return f"speculators serve {shlex.quote(checkpoint)}"
+    return serving.command(verifier, checkpoint, num_draft_tokens)
 
 
 def _files(weights_sha256: Mapping[str, str]) -> str:

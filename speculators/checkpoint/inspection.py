@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from speculators.checkpoint.card import serving_command
 from speculators.checkpoint.convert.formats import NATIVE, detect_format, get_format
 from speculators.checkpoint.native import compact_hash, read_config_folder
 from speculators.checkpoint.shared import (
@@ -269,7 +270,7 @@ def _served(config: SpeculatorConfig, model: str, verifier_name: str | None) -> 
     return ServedByVllm(
         method=serving.method,
         speculative_config=serving.speculative_config(model, config.num_draft_tokens),
-        command=serving.command(verifier_name or "VERIFIER", model, config.num_draft_tokens),
+        command=serving_command(serving, verifier_name or "VERIFIER", model, config.num_draft_tokens),
         runners=serving.runners,
         minimum_version=serving.minimum_version_for(config),
         caveats=tuple(serving.caveats(config)),
