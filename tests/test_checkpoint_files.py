@@ -63,6 +63,18 @@ def test_a_trained_embedding_cannot_be_saved_compact(tmp_path: Path) -> None:
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.parametrize("files", [{"config.json": b'{"model_type": "llama"}', "model.safetensors": b"w"}, {"model.safetensors": b"w"}])
+def test_a_save_replaces_an_earlier_checkpoint_and_never_another_model(files: dict[str, bytes], tmp_path: Path) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match="holds a model that is no checkpoint of this format"):
+        save(drafter("dflash"), tmp_path)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == files
+    save(drafter("dflash"), tmp_path / "own")
+    save(drafter("dspark"), tmp_path / "own")
+    assert load(tmp_path / "own", verifier_weights()).method == "dspark"
+
+
 def test_an_embedding_that_differs_only_beyond_bfloat16_counts_as_trained_in_float32(tmp_path: Path) -> None:
     speculator = drafter("peagle")
     with torch.no_grad():

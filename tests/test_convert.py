@@ -425,6 +425,15 @@ def test_converting_to_the_same_format_or_place_or_an_unknown_format_is_refused(
         convert(folder, tmp_path / "out", to="onnx")
 
 
+@pytest.mark.parametrize("present", ["config.json", "model.safetensors"])
+def test_converting_onto_a_model_is_refused_and_leaves_it_alone(present: str, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / present).write_bytes(b"{}")
+    with pytest.raises(CheckpointError, match=rf"model holds a model \({present}\), which the converted one would replace"):
+        convert(foreign.zlab(tmp_path / "source"), tmp_path / "model", verifier=verifier_weights())
+    assert [(file.name, file.read_bytes()) for file in (tmp_path / "model").iterdir()] == [(present, b"{}")]
+
+
 # -- detection and the command ---------------------------------------------------------------------------------
 
 

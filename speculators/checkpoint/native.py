@@ -30,6 +30,7 @@ from speculators.checkpoint.storage import (
     CONFIG_FILE,
     DEFAULT_SHARD_BYTES,
     StoredTensors,
+    model_files,
     problem,
     read_json,
     read_tensors,
@@ -83,8 +84,9 @@ def save(
         max_shard_bytes: the most bytes of one weights file; more is split into shards with an index.
 
     Raises:
-        CheckpointError: the speculator breaks a rule of the format (a value is not finite, the vocabulary mapping is
-            inconsistent ...), its verifier is needed and not attached, or `form="compact"` would lose a trained embedding.
+        CheckpointError: a model that is no speculator lies in `path`, the speculator breaks a rule of the format (a value is
+            not finite, the vocabulary mapping is inconsistent ...), its verifier is needed and not attached, or
+            `form="compact"` would lose a trained embedding.
         ConfigError: an unknown form or dtype.
     """
     if form not in ("full", "compact"):
@@ -92,6 +94,7 @@ def save(
     if dtype not in STORED_DTYPES:
         raise ConfigError(f"dtype = {dtype!r}: weights are stored as {', '.join(STORED_DTYPES)}")
     folder = Path(path)
+    _refuse_another_model(folder)
     own = {name: _stored(tensor, STORED_DTYPES[dtype]) for name, tensor in speculator.state_dict().items()}
     embedding_hash = None
     if form == "compact":
@@ -109,6 +112,18 @@ def save(
             text = render_card(card or ModelCard(), speculator, form, weights_sha256(staged), dtype)
             (staged / CARD_FILE).write_text(text, encoding="utf-8")
         write_json(staged / CONFIG_FILE, data)
+
+
+def _refuse_another_model(folder: Path) -> None:
+    """Earlier checkpoints are replaced; a verifier, or a drafter in another format, must not be."""
+    present = model_files(folder.expanduser())
+    if not present:
+        return
+    config = read_json(present[0]) if present[0].name == CONFIG_FILE else {}
+    if "speculators_model_type" not in config:
+        raise CheckpointError(
+            f"{folder} holds a model that is no checkpoint of this format ({present[0].name}) and would be replaced; name another folder"
+        )
 
 
 def _stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -227,6 +227,14 @@ def weight_files(folder: str | Path) -> list[Path]:
     return sorted(file for file in Path(folder).iterdir() if _WEIGHTS_NAME.fullmatch(file.name))
 
 
+def model_files(folder: str | Path) -> list[Path]:
+    """What of a model lies in a folder: its config.json and its weights. Empty where there is no folder."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        return []
+    return [*([folder / CONFIG_FILE] if (folder / CONFIG_FILE).exists() else []), *weight_files(folder)]
+
+
 def weights_sha256(folder: str | Path) -> dict[str, str]:
     """File name -> sha256 (hexadecimal) of every safetensors file of a checkpoint folder."""
     digests = {}

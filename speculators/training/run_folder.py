@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from speculators.checkpoint.storage import CARD_FILE, CONFIG_FILE, INDEX_FILE, weight_files
+from speculators.checkpoint.storage import CARD_FILE, CONFIG_FILE, INDEX_FILE, model_files
 from speculators.errors import ConfigError, DataError
 from speculators.files import check_output_folder, make_folder
 
@@ -66,10 +66,7 @@ class RunFolder:
         Raises:
             ConfigError: the folder holds one.
         """
-        if not self.path.is_dir():
-            return
-        found = [file for file in (self.path / CONFIG_FILE, *weight_files(self.path)) if file.exists()]
-        if found:
+        if found := model_files(self.path):
             raise ConfigError(
                 f"{self.path} holds a model ({found[0].name}), which the trained drafter would replace; name another output folder"
             )

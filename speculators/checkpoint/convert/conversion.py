@@ -32,6 +32,7 @@ from speculators.checkpoint.storage import (
     CONFIG_FILE,
     DEFAULT_SHARD_BYTES,
     StoredTensors,
+    model_files,
     read_json,
     read_tensors,
     resolve,
@@ -93,7 +94,8 @@ def convert(
         include_shared: allow speculators to speculators: a compact checkpoint becomes a full one.
 
     Raises:
-        CheckpointError: `src` is no valid checkpoint of a known format, or the target cannot hold what it has.
+        CheckpointError: `src` is no valid checkpoint of a known format, the target cannot hold what it has, or a model lies
+            in `dst`.
         PairingError: the verifier is not the drafter's.
         ConfigError: there is no format `to`.
     """
@@ -101,6 +103,8 @@ def convert(
     source, folder = resolve(src), Path(dst)
     if source.resolve() == folder.expanduser().resolve():
         raise CheckpointError(f"{folder} is the source itself; name another folder for the converted checkpoint")
+    if present := model_files(folder.expanduser()):
+        raise CheckpointError(f"{folder} holds a model ({present[0].name}), which the converted one would replace; name another folder")
     raw = read_json(source / CONFIG_FILE)
     stored = read_tensors(source)
     found = detect_format(raw, stored.tensors.keys(), source)
