@@ -412,7 +412,9 @@ def test_two_ways_to_choose_lengths_are_refused() -> None:
         generate(verifier(), BlockTable(VOCABULARY), PROMPTS, confidence_threshold=0.5, schedule=FixedLength())
     with pytest.raises(ConfigError, match="num_draft_tokens='auto' and confidence_threshold each choose"):
         generate(verifier(), BlockTable(VOCABULARY), PROMPTS, confidence_threshold=0.5, num_draft_tokens="auto")
-    with pytest.raises(ConfigError, match="'several' must be a number or 'auto'"):
+    with pytest.raises(ConfigError, match=r"num_draft_tokens 1\.5 must be a whole number or 'auto'"):
+        generate(verifier(), BlockTable(VOCABULARY), PROMPTS, num_draft_tokens=1.5)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="'several' must be a whole number or 'auto'"):
         generate(verifier(), BlockTable(VOCABULARY), PROMPTS, num_draft_tokens="several")  # type: ignore[arg-type]
 
 

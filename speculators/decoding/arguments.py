@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Sequence
-from numbers import Integral
 from typing import Literal
 
 from speculators.decoding.calibration import calibration_for
@@ -25,9 +24,12 @@ def check_draft_tokens(drafter: Drafter | None, requested: int | Literal["auto"]
     """
     if drafter is None:
         return 0
-    if isinstance(requested, str) and requested != AUTO:
-        raise ConfigError(f"num_draft_tokens {requested!r} must be a number or {AUTO!r}")
-    draft_tokens = drafter.default_draft_tokens if requested is None or isinstance(requested, str) else requested
+    if requested is None or requested == AUTO:
+        draft_tokens = drafter.default_draft_tokens
+    elif hasattr(requested, "__index__"):
+        draft_tokens = int(requested)
+    else:
+        raise ConfigError(f"num_draft_tokens {requested!r} must be a whole number or {AUTO!r}")
     if not 1 <= draft_tokens <= drafter.max_draft_tokens:
         raise ConfigError(
             f"num_draft_tokens {draft_tokens} must be between 1 and {drafter.max_draft_tokens}, the most that"
