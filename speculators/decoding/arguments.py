@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Literal
 
 from speculators.decoding.calibration import calibration_for
