@@ -43,9 +43,12 @@ FORBIDDEN = {
 
 
 class NoHost(TorchDispatchMode):
-    """Fails at the first operation that a CUDA graph could not hold."""
+    """Fails at the first operation that a CUDA graph could not hold; counts the others."""
+
+    operations = 0
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations += 1
         name = operation._overloadpacket.__name__
         assert name not in FORBIDDEN, f"{name} {FORBIDDEN[name]}"
         if name in ("index", "index_put_", "index_put", "_index_put_impl_", "_unsafe_index"):
@@ -73,10 +76,11 @@ def test_a_step_can_be_captured_whole(method: str, cache_states: bool, optimizer
     step = TrainingStep(parallel, source, source, DrafterOptimizer(speculator, config), config, torch.float32, Capture(verifier.device))
     step.run(0, torch.arange(4), 1e-3)  # warm-up: sums and tables are made at the first call
     step.evaluate()
-    with NoHost():
+    with NoHost() as host:
         step.micro_batch()
         step.update()
         step.evaluation_batch()
+    assert host.operations > 100, "the whole step ran under the detector's eyes"
 
 
 def test_the_detector_sees_what_it_must() -> None:
