@@ -381,7 +381,7 @@ def test_without_autograd_the_values_are_the_same(implementation: str) -> None:
     output, _ = loss_and_gradients(problem, implementation=implementation)
     assert not quiet.loss.requires_grad
     torch.testing.assert_close(quiet.loss, output.loss.detach())
-    assert torch.equal(quiet.acceptance, output.acceptance)
+    torch.testing.assert_close(quiet.acceptance, output.acceptance, rtol=1e-6, atol=1e-6)  # compiled apart on a GPU
 
 
 def test_bias_factors_without_a_bias_head_are_refused() -> None:

@@ -26,11 +26,11 @@ def through(head: MarkovHead, logits: Tensor, hidden: Tensor, anchor: Tensor, id
 
 def random_head(kind: str, vocabulary: int, rank: int, draft_vocabulary: int | None = None, hidden: int = 6) -> MarkovHead:
     torch.manual_seed(0)
-    head = MarkovHead(kind, vocabulary, draft_vocabulary or vocabulary, hidden, rank).to(DEVICE)  # type: ignore[arg-type]
+    head = MarkovHead(kind, vocabulary, draft_vocabulary or vocabulary, hidden, rank)  # type: ignore[arg-type]
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.copy_(torch.randn_like(parameter))
-    return head
+    return head.to(DEVICE)  # the same weights on every device
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

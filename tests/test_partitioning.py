@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -159,6 +161,42 @@ def test_activation_checkpointing_changes_no_gradient(method: str) -> None:
         for name, gradient in expected.items():
             torch.testing.assert_close(found[name], gradient, rtol=1e-10, atol=1e-12)
         assert kept - kept_less >= saved
+
+
+# -- CUDA --------------------------------------------------------------------------------------------------------
+
+
+def moved(batch: TrainingBatch, device: str, dtype: torch.dtype) -> TrainingBatch:
+    """The same rows elsewhere, their hidden states in `dtype`."""
+    tensors = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    return TrainingBatch(**{name: x.to(device, dtype if x.is_floating_point() else x.dtype) for name, x in tensors.items()})
+
+
+def training_loss_on(device: str, dtype: torch.dtype, method: str, options: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients of the same weights and rows on a device, in `dtype` or under autocast to bfloat16."""
+    weights = torch.float32 if dtype == torch.bfloat16 else dtype
+    speculator = with_options(drafter(method, torch.float64), **options).to(device, weights)
+    verifier = speculator.verifier
+    frozen = {"embedding": verifier.embedding.to(device, dtype), "head": verifier.head.to(device, dtype)}
+    speculator.attach(replace(verifier, final_norm=verifier.final_norm.to(device, dtype), **frozen))
+    batch = moved(packed_batch([30, 25], dtype=torch.float64), device, dtype)
+    anchors = Anchors.at(batch, torch.tensor([[3, 6, 8, 12, 17, 21, 33, 38, 41, 46]], device=device))
+    with torch.autocast(device, torch.bfloat16, cache_enabled=False) if dtype == torch.bfloat16 else nullcontext():
+        output = speculator.loss_at(batch, anchors)
+    return output.loss, gradients(speculator, output.loss)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels of a training step run on CUDA")
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 6e-2)], ids=["float32", "autocast"])
+@pytest.mark.parametrize(
+    ("method", "options"), [("peagle", {}), ("peagle", {"segments": 3}), ("eagle3", {}), ("dflash", {}), ("dspark", {})], ids=str
+)
+def test_a_gpu_gives_the_loss_and_gradients_of_float64(method: str, options: dict[str, Any], dtype: torch.dtype, tolerance: float) -> None:
+    right, exact = training_loss_on("cpu", torch.float64, method, options)
+    loss, found = training_loss_on("cuda", dtype, method, options)
+    assert loss.item() == pytest.approx(right.item(), rel=tolerance)
+    difference = torch.cat([(found[name].double().cpu() - gradient).flatten() for name, gradient in exact.items()])
+    assert float(difference.norm()) <= tolerance * float(torch.cat([x.flatten() for x in exact.values()]).norm())
 
 
 # -- the layout of chains ----------------------------------------------------------------------------------------
