@@ -11,7 +11,8 @@ tiny ones on the CPU, where a run only shows that everything works.
 `step` includes zeroing, clipping and AdamW, with bfloat16 products over float32 weights. A row's memory above states is its peak minus 16
 bytes a trainable parameter (weight, gradient, two moments) and 2 a frozen one. `--peer NAME=COMMAND` runs another library's script
 in its own environment and reads the lines "... 368.0 ms peak 43.00 GiB" that it prints a step, the first three left out; its states
-count by the same formula, from the "trainable=" line.
+count by the same formula, from the "trainable=" line. `--peer-log NAME=FILE` reads such lines from a file: scripts that compile for
+minutes can do so side by side before anything is timed.
 
 `long` is P-EAGLE with 8 depths on one row. What 65,536 tokens take with four segments, from the shapes: states 23.5 GB for 1.47
 billion trainable parameters; embedding and head 2.5; hidden states of the row 2.2; activations of depth 0, about 110 KB a token and
@@ -419,16 +420,21 @@ def benchmark_step(method: str, shape: Shape, report: Report, **training: Any) -
 
 
 def run_peer(name: str, command: str, shape: Shape, report: Report) -> None:
-    """Run another library's script and read what it prints."""
+    """Run another library's script and report the steps that it prints."""
     print(f"running {name} (peer)", flush=True)
     found = subprocess.run(shlex.split(command), capture_output=True, text=True)
-    steps = [(float(ms), float(gib or 0)) for ms, gib in re.findall(r"([\d.]+) ms(?: peak ([\d.]+) GiB)?", found.stdout)][3:]
-    if found.returncode or not steps:
-        last = (found.stderr.strip().splitlines() or ["it printed no steps"])[-1]
-        report.add(f"{name} (peer)", None, tokens=shape.tokens, note=last)
+    errors = found.stderr.strip().splitlines()
+    report_peer(name, found.stdout, shape, report, failure=(errors or ["it failed without a word"])[-1] if found.returncode else None)
+
+
+def report_peer(name: str, output: str, shape: Shape, report: Report, failure: str | None = None) -> None:
+    """One row from what another library's script printed, the first three steps left out; a failure becomes the row's note."""
+    steps = [(float(ms), float(gib or 0)) for ms, gib in re.findall(r"([\d.]+) ms(?: peak ([\d.]+) GiB)?", output)][3:]
+    if failure is not None or not steps:
+        report.add(f"{name} (peer)", None, tokens=shape.tokens, note=failure or "it printed no steps after the third")
         return
     facts: dict[str, Any] = {"tokens": shape.tokens, "milliseconds": statistics.median(ms for ms, _ in steps)}
-    counts = re.search(r"trainable=([\d,]+) of ([\d,]+)", found.stdout)
+    counts = re.search(r"trainable=([\d,]+) of ([\d,]+)", output)
     if counts is not None and steps[-1][1]:
         trainable, total = (int(x.replace(",", "")) for x in counts.groups())
         facts["total_peak_bytes"] = int(steps[-1][1] * 2**30)
@@ -446,6 +452,7 @@ def main() -> None:
     parser.add_argument("--segments", type=int, default=4, help="segments of `long`")
     parser.add_argument("--checkpointing", default="none", choices=["none", "feed_forward", "layers"], help="in `step` and `long`")
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=COMMAND", help="another library's step to run beside ours")
+    parser.add_argument("--peer-log", action="append", default=[], metavar="NAME=FILE", help="what such a command printed earlier")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, default=Path("build/training"), help="path of the JSON and the table, without a suffix")
     args = parser.parse_args()
@@ -464,6 +471,8 @@ def main() -> None:
             benchmark_step(method, shape, report, activation_checkpointing=args.checkpointing)
         for name, _, command in (peer.partition("=") for peer in args.peer):
             run_peer(name, command, shape, report)
+        for name, _, path in (peer.partition("=") for peer in args.peer_log):
+            report_peer(name, Path(path).read_text(), shape, report)
     if "long" in args.parts:
         for length in args.lengths or ([8192, 16384, 32768, 65536] if device.type == "cuda" else [64, 128]):
             one = replace(shape, tokens=length, documents=1)
