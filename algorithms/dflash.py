@@ -16,13 +16,14 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 from torch import Tensor, nn
 
 from speculators.algorithms.anchors import Anchors, Supervision
-from speculators.algorithms.layers import DecoderLayer, DraftState, RMSNorm, RotaryEmbedding, initialise, run_layer
+from speculators.algorithms.draft_state import DraftState
+from speculators.algorithms.layers import DecoderLayer, ResidualStream, RMSNorm, RotaryEmbedding, initialise, run_layer
 from speculators.algorithms.objective import Objective, block_loss
 from speculators.algorithms.options import DrafterOptions, common_config, default_mask_token, taps_for
 from speculators.algorithms.warm_start import continued_config
 from speculators.config import SpeculatorConfig
 from speculators.decoding.proposal import DraftSampler, Observation, Proposal
-from speculators.kernels.block_attention import block_attention
+from speculators.kernels.block_attention import attention, block_attention
 from speculators.kernels.kv_injection import InjectionWeights, kv_injection
 from speculators.kernels.visible_keys import VisibleKeys, visible_blocks
 from speculators.registry import Need, PluginParts, VllmServing, register_algorithm
@@ -268,8 +269,10 @@ class DFlash(Speculator):
     # -- decoding --------------------------------------------------------------------------------------------
 
     def new_state(self, rows: int, max_length: int, device: torch.device, dtype: torch.dtype) -> InjectionState:
-        """Preallocated keys and values of every layer's injected context."""
+        """Preallocated keys and values of every layer's injected context; lays out the weights for decoding."""
         config, layers = self.config.layers, self._decoder_layers()
+        for layer in layers:
+            layer.lay_together()
         attentions = [layer.self_attn for layer in layers]
         half = config.head_dim // 2
         cache = DraftState.allocate(config, self._rotary, rows, max_length, device, dtype)
@@ -297,31 +300,19 @@ class DFlash(Speculator):
         inputs = cache.draft_inputs(
             anchor[:, None], torch.ones_like(anchor), anchor, cache.lengths, mask_slots=slots - 1, mask_token_id=self.config.mask_token_id
         )
-        rotation = cache.rotation(inputs.positions.view(-1, 1, slots))
-        start, end = torch.zeros_like(cache.lengths)[:, None], cache.lengths[:, None]
-        x = self.verifier.embed(inputs.input_ids).to(self.compute_dtype()).view(len(anchor), 1, slots, -1)
+        rotation = cache.rotation(inputs.positions.view(-1, slots))
+        stream = ResidualStream(self.verifier.embed(inputs.input_ids).to(self.compute_dtype()).view(len(anchor), slots, -1))
         visible: dict[tuple[bool, int | None], VisibleKeys] = {}
         for index, layer in enumerate(self._decoder_layers()):
             key, value = cache.context(index)
             causal, window = kind = self._attention_kind(index)
             if kind not in visible:
                 visible[kind] = cache.visible(cache.lengths, slots, causal=causal, window=window)
-            attend = partial(
-                block_attention,
-                context_key=key,
-                context_value=value,
-                context_start=start,
-                context_end=end,
-                causal=causal,
-                window=window,
-                visible=visible[kind],
-            )
-            x = layer(x, rotation, attend)
-        hidden: Tensor = self.norm(x)[:, 0]
-        return hidden
+            layer.step(stream, rotation, partial(attention, context_key=key, context_value=value, visible=visible[kind]))
+        return stream.normed(self.norm)
 
     def propose(self, state: InjectionState, anchor: Tensor, sampler: DraftSampler, num_draft_tokens: int) -> Proposal:
         """Draw every slot independently of the others, all from one pass."""
         logits = self.draft_logits(self.draft_slots(self.decode_hidden(state, anchor, num_draft_tokens)))
-        sampler.draw_block(self.to_verifier_vocabulary(logits))
+        sampler.draw_block(logits, self.draft_vocabulary)
         return sampler.proposal()

@@ -212,9 +212,9 @@ class DSpark(DFlash):
         hidden = self.draft_slots(block)
         logits, head = self.draft_logits(hidden), self.markov_head
         if head is None:
-            token_ids = sampler.draw_block(self.to_verifier_vocabulary(logits))
+            token_ids = sampler.draw_block(logits, self.draft_vocabulary)
         else:
-            ids = self.draft_token_ids() if self.has_reduced_vocabulary else None
+            ids = None if self.draft_vocabulary is None else self.draft_vocabulary.ids
             chain = MarkovChain(logits, head.markov_w2.weight, anchor, head.chain(hidden, self.first_state(head, anchor, block[:, 0])), ids)
             token_ids = sampler.draw_chain(chain, self.to_verifier_vocabulary)
         if self.confidence_head is None:

@@ -22,7 +22,7 @@ from speculators.algorithms.input_fusion import (
     complete_vllm_config,
     fusion_needs,
 )
-from speculators.algorithms.layers import run_layer
+from speculators.algorithms.layers import ResidualStream, Rotation, run_layer
 from speculators.algorithms.objective import Objective, block_loss
 from speculators.decoding.proposal import DraftSampler, Proposal
 from speculators.kernels.block_attention import block_attention
@@ -169,13 +169,19 @@ class Eagle3(InputFusion):
 
     def propose(self, state: InputFusionState, anchor: Tensor, sampler: DraftSampler, num_draft_tokens: int) -> Proposal:
         """K passes: the first over the newly observed pairs, each further one over the token just drawn."""
-        hidden, token = self.run_pending(state, 0), anchor
-        for step in range(num_draft_tokens):
-            if step:
-                if sampler.enough:
-                    break
-                start = state.cache.lengths + step - 1
-                rotation = state.cache.rotation(start[:, None, None])
-                hidden = self.run_block(state.cache, self._feedback(hidden), self.embed(token)[:, None], rotation, start, step)
-            token = sampler.draw(self.to_verifier_vocabulary(self.draft_logits(self.norm(hidden)[:, 0])))
+        stream = ResidualStream(self.run_pending(state, 0))
+        normed = stream.normed(self.norm)
+        token = sampler.draw(self.draft_logits(normed[:, 0]), self.draft_vocabulary)
+        cache = state.cache
+        # Where the passes after the first one stand, [K - 1, rows], and the rotation there: once for all of them.
+        starts = cache.lengths + torch.arange(num_draft_tokens - 1, device=anchor.device)[:, None]
+        rotations, starts = cache.rotation(starts[..., None]), starts.to(torch.int32)
+        for step in range(num_draft_tokens - 1):
+            if sampler.enough:
+                break
+            rotation = Rotation(rotations.cosine[step], rotations.sine[step])
+            fed = normed if self.config.norm_output else stream.x
+            stream = self.run_block(cache, fed, self.embed(token)[:, None], rotation, starts[step], step + 1)
+            normed = stream.normed(self.norm)
+            token = sampler.draw(self.draft_logits(normed[:, 0]), self.draft_vocabulary)
         return sampler.proposal()

@@ -15,14 +15,23 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from speculators.algorithms.anchors import Anchors
-from speculators.algorithms.layers import DecoderLayer, DraftState, RMSNorm, RotaryEmbedding, initialise, run_layer
+from speculators.algorithms.draft_state import DraftState
+from speculators.algorithms.layers import (
+    DecoderLayer,
+    ResidualStream,
+    RMSNorm,
+    RotaryEmbedding,
+    Rotation,
+    initialise,
+    run_layer,
+)
 from speculators.algorithms.objective import Objective
 from speculators.algorithms.options import DrafterOptions, common_config, taps_for
 from speculators.algorithms.warm_start import continued_config
 from speculators.config import SpeculatorConfig
 from speculators.decoding.proposal import Observation
 from speculators.errors import ConfigError
-from speculators.kernels.block_attention import attention, block_attention
+from speculators.kernels.block_attention import attention
 from speculators.kernels.hidden_state_scatter import hidden_state_scatter
 from speculators.kernels.visible_keys import VisibleKeys, visible_documents
 from speculators.registry import Need
@@ -292,7 +301,9 @@ class InputFusion(Speculator):
     # -- decoding --------------------------------------------------------------------------------------------
 
     def new_state(self, rows: int, max_length: int, device: torch.device, dtype: torch.dtype) -> InputFusionState:
-        """Preallocated keys and values of every layer, and what fills MASK slots."""
+        """Preallocated keys and values of every layer, and what fills MASK slots; lays out the weights for decoding."""
+        for layer in self.decoder_layers():
+            layer.lay_together()
         state = InputFusionState(DraftState.allocate(self.config.layers, self._rotary, rows, max_length, device, dtype))
         state.mask_token_id = getattr(self.config, "mask_token_id", None)
         if state.mask_token_id is not None:
@@ -333,20 +344,19 @@ class InputFusion(Speculator):
         else:
             embedding = self.embed(observed.next_token_ids)
             positions = observed.start[:, None] + torch.arange(width, device=observed.start.device)
-        rotation = state.cache.rotation(positions[:, None])
-        x = self.run_block(state.cache, hidden, embedding, rotation, observed.start)
+        x = self.run_block(state.cache, hidden, embedding, state.cache.rotation(positions), observed.start).value()
         state.cache.commit(observed)
         sampled = last + torch.arange(1 + mask_slots, device=last.device)
         return x.gather(1, sampled[..., None].expand(-1, -1, x.shape[-1]))
 
-    def run_block(self, cache: DraftState, hidden: Tensor, embedding: Tensor, rotation: Any, start: Tensor, ahead: int = 0) -> Tensor:
+    def run_block(
+        self, cache: DraftState, hidden: Tensor, embedding: Tensor, rotation: Rotation, start: Tensor, ahead: int = 0
+    ) -> ResidualStream:
         """All layers over one causal block a row, [rows, width, hidden], that continues the cache at `start`.
 
         The block's keys and values are written to the cache; `ahead` slots past the committed length are read.
         """
-        begin, end = torch.zeros_like(start)[:, None], start[:, None]
-        x, width = hidden[:, None], hidden.shape[1]
-        slots = cache.slots(start, width)
+        stream, width = ResidualStream(hidden), hidden.shape[1]
         visible: dict[int | None, VisibleKeys] = {}
         for number, layer in enumerate(self.decoder_layers()):
             window = self.config.layers.window(number)
@@ -354,13 +364,10 @@ class InputFusion(Speculator):
                 visible[window] = cache.visible(start, width, causal=True, window=window)
 
             def attend(query: Tensor, key: Tensor, value: Tensor, number: int = number, window: int | None = window) -> Tensor:
-                context = cache.context(number, ahead)
-                out = block_attention(query, key, value, *context, begin, end, causal=True, window=window, visible=visible[window])
-                cache.write(number, slots, key[:, 0], value[:, 0])
-                return out
+                return attention(query, key, value, *cache.context(number, ahead), visible[window])
 
-            x = layer(x, rotation, attend, embedding[:, None])
-        return x[:, 0]
+            layer.step(stream, rotation, attend, embedding, cache=cache.slots(number, start))
+        return stream
 
     def masked_inputs(self) -> tuple[Tensor, Tensor]:
         """Hidden and embedding halves of a mask slot, [hidden] each, for drafters that have them."""

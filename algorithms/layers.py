@@ -1,4 +1,4 @@
-"""Decoder layers that every drafter is built from, their rotary embedding and their preallocated draft state.
+"""Decoder layers that every drafter is built from, and their rotary embedding.
 
 One layer serves all algorithms. What differs between them is the attention it is given: a layer computes
 queries, keys and values of its own tokens and hands them to an `attend` function, which knows what context
@@ -8,8 +8,8 @@ they may see (see `speculators.kernels.block_attention`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -22,15 +22,12 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from speculators.config import LayerConfig
-from speculators.decoding.proposal import Observation
 from speculators.errors import ConfigError
-from speculators.kernels.draft_inputs import DraftInputs, draft_inputs
+from speculators.kernels.attention_heads import CacheSlots, attention_heads, write_slots
+from speculators.kernels.gated_halves import gated_halves
 from speculators.kernels.head_rotation import rotate_heads
 from speculators.kernels.projection import feed_forward, gated_projection, linear
-from speculators.kernels.visible_keys import VisibleKeys, visible_blocks
-
-# Positions beyond a state's slots that have a rotation: a draft may run past the end where its tokens will not be kept.
-_DRAFT_MARGIN = 64
+from speculators.kernels.residual_norm import add_rms_norm, joined_norms
 
 # (query, key, value) of the layer's own tokens -> attention output, all [..., heads, head_dim]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -129,6 +126,44 @@ class Projection(nn.Linear):
         return linear(x, self.weight, self.bias)
 
 
+def lay_together(projections: Sequence[Projection]) -> None:
+    """Give projections of one input one storage, so that decoding reads them with one product; see `joined`.
+
+    Each parameter stays what it is, under its name, and becomes a view of its rows. What gives parameters storages of their own
+    again (`to`, a copy) only takes the speed away until the next call. Parameters of several devices' tensors stay as they are.
+    """
+    for tensors in ([p.weight for p in projections], [p.bias for p in projections if p.bias is not None]):
+        # Not one that is spread over processes, has no values or was made for inference alone.
+        ordinary = all(type(t) is nn.Parameter and t.device.type != "meta" and not t.is_inference() for t in tensors)
+        if not tensors or not ordinary or _adjacent(tensors) is not None:
+            continue
+        with torch.inference_mode(False), torch.no_grad():  # they may serve training after they served decoding
+            parts = torch.cat([tensor.detach() for tensor in tensors]).split([len(tensor) for tensor in tensors])
+            for tensor, part in zip(tensors, parts, strict=True):
+                tensor.data = part
+
+
+def joined(projections: Sequence[Projection]) -> tuple[Tensor, Tensor | None] | None:
+    """Weight [out of all, in] and bias of projections that lie together, without a copy; None where they do not."""
+    weight = _adjacent([projection.weight for projection in projections])
+    if weight is None or projections[0].bias is None:
+        return None if weight is None else (weight, None)
+    bias = _adjacent([projection.bias for projection in projections])
+    return None if bias is None else (weight, bias)
+
+
+def _adjacent(tensors: Sequence[Tensor]) -> Tensor | None:
+    """One view of tensors that lie one after the other in one storage, else None."""
+    first, end = tensors[0], tensors[0].data_ptr()
+    for tensor in tensors:
+        same = tensor.dtype == first.dtype and tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not (same and tensor.data_ptr() == end and tensor.is_contiguous()):
+            return None
+        end += tensor.numel() * tensor.element_size()
+    rows = sum(len(tensor) for tensor in tensors)
+    return first.as_strided((rows, *first.shape[1:]), first.stride())
+
+
 class Attention(nn.Module):
     """Projections of one attention sublayer. With `normalise_heads`, Qwen3's RMS norm of each query and key head."""
 
@@ -155,6 +190,29 @@ class Attention(nn.Module):
         """[..., input] -> keys (rotated) and values, [..., key/value heads, head_dim]."""
         return self._rotated(self._heads(self.k_proj(x)), self.k_norm, rotation), self._heads(self.v_proj(x))
 
+    def together(self, x: Tensor, rotation: Rotation, cache: CacheSlots | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """`query` and `key_value` of the same tokens, in two launches where their weights lie together and no gradient is recorded.
+
+        Args:
+            x: [rows, ..., input].
+            rotation: of the tokens' positions.
+            cache: where keys and values are also written.
+        """
+        weights = None if torch.is_grad_enabled() else joined((self.q_proj, self.k_proj, self.v_proj))
+        if weights is None:
+            query, (key, value) = self.query(x, rotation), self.key_value(x, rotation)
+            if cache is not None:
+                shape = (len(x), -1, *key.shape[-2:])
+                write_slots(cache, key.reshape(shape), value.reshape(shape))
+            return query, key, value
+        states, norms, epsilon = self._heads(nn.functional.linear(x, *weights)), (self.q_norm, self.k_norm), 0.0
+        if self.q_norm is not None:
+            assert self.q_norm.eps is not None
+            epsilon = self.q_norm.eps
+        query_norm, key_norm = (None if norm is None else norm.weight for norm in norms)
+        key_heads = self.k_proj.out_features // self.head_dim
+        return attention_heads(states, key_heads, rotation.cosine, rotation.sine, query_norm, key_norm, epsilon, cache)
+
     @staticmethod
     def _rotated(heads: Tensor, norm: RMSNorm | None, rotation: Rotation) -> Tensor:
         if norm is None or torch.is_grad_enabled():
@@ -179,9 +237,36 @@ class FeedForward(nn.Module):
         """[..., hidden] -> [..., hidden]; with `recompute` the backward pass computes all but x again (biases excepted)."""
         if recompute and not self._has_bias:
             return feed_forward(x, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
+        weights = None if torch.is_grad_enabled() else joined((self.gate_proj, self.up_proj))
+        if weights is not None:
+            out: Tensor = self.down_proj(gated_halves(nn.functional.linear(x, *weights)))
+            return out
         gate, up = self.gate_proj(x), self.up_proj(x)
         down = gated_projection(gate, up, self.down_proj.weight)
         return down + self.down_proj.bias.to(down.dtype) if self._has_bias else down
+
+
+@dataclass
+class ResidualStream:
+    """The residual stream, whose newest summand the next norm adds: both in one launch."""
+
+    x: Tensor
+    update: Tensor | None = None
+
+    def normed(self, norm: RMSNorm) -> Tensor:
+        """Add the summand, and norm the sum."""
+        if self.update is None:
+            out: Tensor = norm(self.x)
+            return out
+        assert norm.eps is not None
+        (self.x, normed), self.update = add_rms_norm(self.x, self.update, norm.weight, norm.eps), None
+        return normed
+
+    def value(self) -> Tensor:
+        """[..., hidden], the summand included."""
+        if self.update is not None:
+            self.x, self.update = self.x + self.update, None
+        return self.x
 
 
 class DecoderLayer(nn.Module):
@@ -220,17 +305,45 @@ class DecoderLayer(nn.Module):
             embedding: [..., hidden] token embeddings, for a layer that fuses them.
             recompute_feed_forward: see `run_layer`.
         """
+        stream = ResidualStream(x)
+        self.step(stream, rotation, attend, embedding, recompute_feed_forward=recompute_feed_forward)
+        return stream.value()
+
+    def step(
+        self,
+        stream: ResidualStream,
+        rotation: Rotation,
+        attend: Attend,
+        embedding: Tensor | None = None,
+        *,
+        cache: CacheSlots | None = None,
+        recompute_feed_forward: bool = False,
+    ) -> None:
+        """The layer on a residual stream, in place; see `forward`. With `cache`, the tokens' keys and values are written to it."""
         if self.hidden_norm is None:
-            residual, normed = x, self.input_layernorm(x)
+            normed = stream.normed(self.input_layernorm)
         else:
-            hidden = self.hidden_norm(x)
-            residual = hidden if self.norm_before_residual else x
-            normed = torch.cat([self.input_layernorm(embedding), hidden], dim=-1)
-        query = self.self_attn.query(normed, rotation)
-        key, value = self.self_attn.key_value(normed, rotation)
-        x = residual + self.self_attn.o_proj(attend(query, key, value).flatten(-2))
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x), recompute=recompute_feed_forward)
-        return out
+            assert embedding is not None
+            normed = self._fused_input(stream, self.hidden_norm, embedding)
+        query, key, value = self.self_attn.together(normed, rotation, cache)
+        stream.update = self.self_attn.o_proj(attend(query, key, value).flatten(-2))
+        stream.update = self.mlp(stream.normed(self.post_attention_layernorm), recompute=recompute_feed_forward)
+
+    def _fused_input(self, stream: ResidualStream, hidden_norm: RMSNorm, embedding: Tensor) -> Tensor:
+        """[norm(embedding) ; norm(stream)]."""
+        first, x = self.input_layernorm, stream.value()
+        assert first.eps is not None and hidden_norm.eps is not None
+        normed = joined_norms(embedding, x, first.weight, hidden_norm.weight, first.eps, hidden_norm.eps)
+        if self.norm_before_residual:
+            stream.x = normed[..., x.shape[-1] :]
+        return normed
+
+    def lay_together(self) -> None:
+        """Lay out the weights for decoding, where they are not being trained; see `lay_together`."""
+        if not self.training:
+            attention = self.self_attn
+            lay_together((attention.q_proj, attention.k_proj, attention.v_proj))
+            lay_together((self.mlp.gate_proj, self.mlp.up_proj))
 
 
 def run_layer(
@@ -253,101 +366,3 @@ def initialise(module: nn.Module, std: float) -> None:
             nn.init.normal_(part.weight, std=std)
             if isinstance(part, nn.Linear) and part.bias is not None:
                 nn.init.zeros_(part.bias)
-
-
-@dataclass
-class DraftState:
-    """Keys and values of committed tokens for every drafter layer: preallocated, rolled back by moving `lengths`.
-
-    Attributes:
-        memory: [layers, 2, rows, slots, key/value heads, head_dim]: keys, then values, of every layer; slot = position.
-        lengths: [rows] int64, committed positions of each row.
-        longest: a host-side upper bound of `lengths`, so that attention reads no more of the buffers than is used.
-        rotations: of all positions that a draft may take, [slots and a margin, 1, head_dim].
-        keys, values: one [rows, slots, key/value heads, head_dim] view of the memory a layer.
-    """
-
-    memory: Tensor
-    lengths: Tensor
-    rotations: Rotation
-    longest: int = 0
-    keys: list[Tensor] = field(init=False)
-    values: list[Tensor] = field(init=False)
-    _rows: Tensor = field(init=False)
-    _block_ranges: dict[tuple[int, bool], tuple[Tensor, Tensor]] = field(init=False, default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.keys, self.values = ([self.memory[layer, kind] for layer in range(len(self.memory))] for kind in (0, 1))
-        self._rows = torch.arange(self.lengths.shape[0], device=self.lengths.device)[:, None]
-
-    @classmethod
-    def allocate(
-        cls, config: LayerConfig, rotary: RotaryEmbedding, rows: int, slots: int, device: torch.device, dtype: torch.dtype
-    ) -> DraftState:
-        """Empty state for `rows` sequences of at most `slots` positions."""
-        shape = (config.num_hidden_layers, 2, rows, slots, config.num_key_value_heads, config.head_dim)
-        lengths = torch.zeros(rows, dtype=torch.int64, device=device)
-        return cls(torch.zeros(shape, device=device, dtype=dtype), lengths, rotary(torch.arange(slots + _DRAFT_MARGIN, device=device)))
-
-    def rotation(self, position_ids: Tensor) -> Rotation:
-        """[...] int64 positions -> the rotation of each, looked up."""
-        return Rotation(self.rotations.cosine[position_ids], self.rotations.sine[position_ids])
-
-    def visible(self, start: Tensor, width: int, *, causal: bool, window: int | None) -> VisibleKeys:
-        """What blocks of `width` tokens, one a row, that begin at `start` [rows] see of their rows and of themselves."""
-        if window is not None:
-            begin = torch.zeros_like(start)[:, None]
-            return visible_blocks(begin, start[:, None], block_queries=width, block_keys=width, causal=causal, window=window)
-        if (width, causal) not in self._block_ranges:  # the same in every round
-            nothing = torch.zeros(len(start), width, dtype=torch.int32, device=start.device)
-            block_end = torch.arange(1, width + 1, dtype=torch.int32, device=start.device) if causal else nothing + width
-            self._block_ranges[width, causal] = nothing, block_end.expand_as(nothing).contiguous()
-        nothing, block_end = self._block_ranges[width, causal]
-        end = start.to(torch.int32)[:, None].expand(-1, width).contiguous()
-        return VisibleKeys(nothing, end, nothing, block_end, reach=width)
-
-    def draft_inputs(
-        self, token_ids: Tensor, kept: Tensor, next_token: Tensor, start: Tensor, *, mask_slots: int, mask_token_id: int
-    ) -> DraftInputs:
-        """The slots of a draft pass over [rows, width] verified tokens and MASK slots; see `kernels.draft_inputs`."""
-        rows, width = token_ids.shape
-        row_starts = torch.arange(rows + 1, device=token_ids.device) * width
-        return draft_inputs(
-            token_ids.flatten(),
-            row_starts,
-            kept,
-            next_token,
-            start,
-            self._rows,
-            mask_slots=mask_slots,
-            mask_token_id=mask_token_id,
-            page_size=self.memory.shape[3],
-        )
-
-    def slots(self, start: Tensor, width: int) -> Tensor:
-        """Where tokens at positions start + 0 .. width - 1 of each row go, [rows, width]; the last slot for those beyond it."""
-        return (start[:, None] + torch.arange(width, device=start.device)).clamp_(max=self.memory.shape[3] - 1)
-
-    @torch.no_grad()
-    def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Write [rows, width, heads, head_dim] to the slots of each row.
-
-        What lies past the committed length is overwritten by the next write and never read before.
-        """
-        self.keys[layer][self._rows, slots] = key.to(self.memory.dtype)
-        self.values[layer][self._rows, slots] = value.to(self.memory.dtype)
-
-    def context(self, layer: int, ahead: int = 0) -> tuple[Tensor, Tensor]:
-        """Keys and values of one layer up to `ahead` slots past the longest row: [rows, slots, heads, head_dim].
-
-        On CUDA all slots: the kernel reads no further than a row's length, and a graph needs one shape.
-        """
-        if self.lengths.is_cuda:
-            return self.keys[layer], self.values[layer]
-        used = min(max(1, self.longest + ahead), self.keys[layer].shape[1])
-        return self.keys[layer][:, :used], self.values[layer][:, :used]
-
-    def commit(self, observation: Observation) -> None:
-        """Move every row's length to the end of what was observed."""
-        self.lengths = observation.start + observation.counts
-        self.longest = int(self.lengths.max()) if observation.longest is None else observation.longest

@@ -343,5 +343,5 @@ class PEagle(InputFusion):
     def propose(self, state: InputFusionState, anchor: Tensor, sampler: DraftSampler, num_draft_tokens: int) -> Proposal:
         """One pass over the newly observed pairs and K - 1 mask slots; every slot drawn independently."""
         hidden = self.run_pending(state, num_draft_tokens - 1)
-        sampler.draw_block(self.to_verifier_vocabulary(self.draft_logits(self.norm(hidden))))
+        sampler.draw_block(self.draft_logits(self.norm(hidden)), self.draft_vocabulary)
         return sampler.proposal()

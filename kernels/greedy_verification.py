@@ -7,38 +7,23 @@ once, and neither a float32 copy nor a row of argmaxes is written.
 # Triton's kernels are typed by what they are launched with.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from speculators.decoding.rejection import Acceptance, accept_greedy
+from speculators.kernels.likeliest_tokens import Implementation, tiles_of, use_kernel, with_unit_stride
 
 try:
     import triton
     import triton.language as tl
+
+    from speculators.kernels.likeliest_tokens import tile_argmax_kernel
 except ImportError:  # no build for this platform: the reference serves it
     triton = None
 
-__all__ = ["Implementation", "greedy_verification", "tiles_of", "use_kernel", "with_unit_stride"]
-
-Implementation = Literal["auto", "reference", "triton"]
-
-_TILE = 4096
+__all__ = ["greedy_verification"]
 
 if triton is not None:
-
-    @triton.jit
-    def _tile_argmax_kernel(values, largest, choice, slots, row_stride, slot_stride, vocabulary, TILES: tl.constexpr, TILE: tl.constexpr):
-        """One program a slot and tile: the largest logit and the first column that has it."""
-        slot = tl.program_id(0).to(tl.int64)
-        tile = tl.program_id(1)
-        columns = tile * TILE + tl.arange(0, TILE)
-        source = values + slot // slots * row_stride + slot % slots * slot_stride
-        x = tl.load(source + columns, mask=columns < vocabulary, other=float("-inf")).to(tl.float32)
-        top = tl.max(x, 0)
-        tl.store(largest + slot * TILES + tile, top)
-        tl.store(choice + slot * TILES + tile, tl.min(tl.where(x == top, columns, vocabulary - 1), 0))
 
     @triton.jit
     def _compare_kernel(
@@ -64,24 +49,6 @@ if triton is not None:
         tl.store(next_token + row, following)
 
 
-def with_unit_stride(values: Tensor) -> Tensor:
-    """The values with neighbouring columns next to one another."""
-    return values if values.stride(-1) == 1 else values.contiguous()
-
-
-def tiles_of(vocabulary: int) -> tuple[int, int]:
-    """Columns of a tile, and tiles."""
-    tile = min(_TILE, triton.next_power_of_2(vocabulary))
-    return tile, triton.cdiv(vocabulary, tile)
-
-
-def use_kernel(implementation: Implementation, tensor: Tensor) -> bool:
-    """Whether kernels run: asked for, or on CUDA below float64."""
-    return implementation == "triton" or (
-        implementation == "auto" and tensor.is_cuda and tensor.dtype != torch.float64 and triton is not None
-    )
-
-
 def _greedy_kernel(token_ids: Tensor, lengths: Tensor, logits: Tensor) -> Acceptance:
     device, (batch, drafts) = token_ids.device, token_ids.shape
     logits = with_unit_stride(logits)
@@ -92,7 +59,7 @@ def _greedy_kernel(token_ids: Tensor, lengths: Tensor, logits: Tensor) -> Accept
     choice = torch.empty(batch * (drafts + 1), tiles, dtype=torch.int32, device=device)
     accepted, next_token = torch.empty_like(lengths), torch.empty_like(lengths)
     with torch.cuda.device_of(token_ids):
-        _tile_argmax_kernel[(batch * (drafts + 1), tiles)](
+        tile_argmax_kernel[(batch * (drafts + 1), tiles)](
             logits, largest, choice, drafts + 1, logits.stride(0), logits.stride(1), vocabulary, TILES=tiles, TILE=tile, num_warps=8
         )
         _compare_kernel[(batch,)](

@@ -24,7 +24,7 @@ from torch import Tensor
 from speculators.decoding.randomness import Purpose, uniform
 from speculators.decoding.rejection import Acceptance, accept_block, accept_sampled
 from speculators.kernels.counter_random import absorb, as_uniform, seed_argument
-from speculators.kernels.greedy_verification import Implementation, tiles_of, use_kernel, with_unit_stride
+from speculators.kernels.likeliest_tokens import Implementation, tiles_of, use_kernel, with_unit_stride
 
 try:
     import triton

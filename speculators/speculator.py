@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from speculators.config import SpeculatorConfig
 from speculators.decoding.calibration import Calibration, stored_calibrations
-from speculators.decoding.proposal import ConfidenceSource, DraftSampler, Observation, Proposal
+from speculators.decoding.proposal import ConfidenceSource, DraftSampler, DraftVocabulary, Observation, Proposal
 from speculators.errors import ConfigError, PairingError
 from speculators.registry import VllmServing
 from speculators.training.batch import LossOutput, TrainingBatch
@@ -100,6 +100,8 @@ class Speculator(nn.Module, ABC):
         self.unchecked_shared_tensors: dict[str, Tensor] = {}
         # The head's kept rows, with the head and the mapping they are of; drafting reads them every round.
         self._kept_head: tuple[Tensor, Tensor, Tensor] | None = None
+        # The draft vocabulary, with the mapping it is of; read every round too.
+        self._draft_vocabulary: tuple[Tensor, DraftVocabulary] | None = None
         if config.draft_vocab_size != config.vocab_size:
             self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
@@ -213,7 +215,7 @@ class Speculator(nn.Module, ABC):
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """See `torch.nn.Module.load_state_dict`; the draft vocabulary may be another one afterwards."""
-        self._kept_head = None
+        self._kept_head = self._draft_vocabulary = None
         return super().load_state_dict(*args, **kwargs)
 
     # -- output head -----------------------------------------------------------------------------------------
@@ -246,15 +248,23 @@ class Speculator(nn.Module, ABC):
             raise PairingError(f"the draft vocabulary needs {self.config.draft_vocab_size} different ids, got {verifier_ids.numel()}")
         self.get_buffer("t2d").zero_()[ids] = True
         self.get_buffer("d2t").copy_(ids - torch.arange(ids.numel(), device=ids.device))
-        self._kept_head = None
+        self._kept_head = self._draft_vocabulary = None
+
+    @property
+    def draft_vocabulary(self) -> DraftVocabulary | None:
+        """The tokens that it can propose; None for all of the verifier's."""
+        if not self.has_reduced_vocabulary:
+            return None
+        d2t = self.get_buffer("d2t")
+        if self._draft_vocabulary is None or self._draft_vocabulary[0] is not d2t:
+            with torch.inference_mode(False), torch.no_grad():
+                self._draft_vocabulary = (d2t, DraftVocabulary(self.draft_token_ids(), self.config.vocab_size))
+        return self._draft_vocabulary[1]
 
     def to_verifier_vocabulary(self, logits: Tensor) -> Tensor:
         """[..., draft vocabulary] -> [..., vocabulary], -inf where the drafter cannot propose a token."""
-        if not self.has_reduced_vocabulary:
-            return logits
-        full = logits.new_full((*logits.shape[:-1], self.config.vocab_size), float("-inf"))
-        full[..., self.draft_token_ids()] = logits
-        return full
+        vocabulary = self.draft_vocabulary
+        return logits if vocabulary is None else vocabulary.widen(logits)
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
         """Logits of [..., hidden] states after the drafter's final norm: [..., draft vocabulary]."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speculators.decoding.proposal import Observation, Proposal
+from speculators.decoding.proposal import DraftVocabulary, Observation, Proposal
 from speculators.kernels.markov_sampling import MarkovChain
 from speculators.registry import get_algorithm
 from speculators.speculator import Speculator, VerifierWeights
@@ -78,13 +78,15 @@ class TeacherForcing:
         self.tokens = tokens  # [rows, K]
         self.logits: list[Tensor] = []
 
-    def draw(self, logits: Tensor) -> Tensor:
+    def draw(self, logits: Tensor, vocabulary: DraftVocabulary | None = None) -> Tensor:
         """Record one slot."""
+        logits = logits if vocabulary is None else vocabulary.widen(logits)
         self.logits.append(logits)
         return self.tokens[:, len(self.logits) - 1]
 
-    def draw_block(self, logits: Tensor) -> Tensor:
+    def draw_block(self, logits: Tensor, vocabulary: DraftVocabulary | None = None) -> Tensor:
         """Record all slots."""
+        logits = logits if vocabulary is None else vocabulary.widen(logits)
         self.logits.extend(logits.unbind(1))
         return self.tokens[:, : logits.shape[1]]
 

@@ -47,6 +47,25 @@ class Observation:
 
 
 @dataclass(frozen=True)
+class DraftVocabulary:
+    """The verifier's tokens that a drafter of a reduced vocabulary can propose.
+
+    Attributes:
+        ids: [columns] int64, ascending: the verifier id of each column of its logits.
+        size: of the verifier's vocabulary.
+    """
+
+    ids: Tensor
+    size: int
+
+    def widen(self, logits: Tensor) -> Tensor:
+        """[..., columns] -> [..., size], -inf where the drafter cannot propose a token."""
+        full = logits.new_full((*logits.shape[:-1], self.size), float("-inf"))
+        full[..., self.ids] = logits
+        return full
+
+
+@dataclass(frozen=True)
 class Proposal:
     """Draft tokens of one round. Made by `DraftSampler`, never by a drafter.
 
@@ -90,22 +109,24 @@ class DraftSampler(Protocol):
         """
         ...
 
-    def draw(self, logits: Tensor) -> Tensor:
+    def draw(self, logits: Tensor, vocabulary: DraftVocabulary | None = None) -> Tensor:
         """Draw the next draft token of every row.
 
         Args:
             logits: [rows, vocabulary], any float dtype.
+            vocabulary: whose columns the logits have; None for the verifier's.
 
         Returns:
             [rows] int64 token ids.
         """
         ...
 
-    def draw_block(self, logits: Tensor) -> Tensor:
+    def draw_block(self, logits: Tensor, vocabulary: DraftVocabulary | None = None) -> Tensor:
         """Draw all K draft tokens at once, independently of each other.
 
         Args:
             logits: [rows, K, vocabulary], any float dtype.
+            vocabulary: as in `draw`.
 
         Returns:
             [rows, K] int64 token ids.

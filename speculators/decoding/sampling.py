@@ -10,9 +10,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from speculators.decoding.proposal import SAMPLER_KEY, Proposal
+from speculators.decoding.proposal import SAMPLER_KEY, DraftVocabulary, Proposal
 from speculators.decoding.randomness import Purpose, uniform
 from speculators.errors import ConfigError
+from speculators.kernels.likeliest_tokens import likeliest_tokens
 from speculators.kernels.markov_sampling import MarkovChain, markov_sampling
 
 # Elements of one temporary [rows, vocabulary] tensor: 2^26 float64 are half a GiB.
@@ -199,18 +200,18 @@ class RoundSampler:
         confidence = torch.cat(self._confidence, dim=1)
         return not bool((self._keep(confidence) == confidence.shape[1]).any())
 
-    def draw(self, logits: Tensor) -> Tensor:
+    def draw(self, logits: Tensor, vocabulary: DraftVocabulary | None = None) -> Tensor:
         """Draw the next draft token of every row: [rows, vocabulary] -> [rows] int64."""
-        return self._draw(logits[:, None])[:, 0]
+        return self._draw(logits[:, None], vocabulary)[:, 0]
 
-    def draw_block(self, logits: Tensor) -> Tensor:
+    def draw_block(self, logits: Tensor, vocabulary: DraftVocabulary | None = None) -> Tensor:
         """Draw all K draft tokens at once: [rows, K, vocabulary] -> [rows, K] int64.
 
         With a repetition penalty the slots are drawn one after the other, since a draft penalises those after it.
         """
         if self._seen is None:
-            return self._draw(logits)
-        return torch.cat([self._draw(slot) for slot in logits.split(1, dim=1)], dim=1)
+            return self._draw(logits, vocabulary)
+        return torch.cat([self._draw(slot, vocabulary) for slot in logits.split(1, dim=1)], dim=1)
 
     def draw_chain(self, chain: MarkovChain, widen: Callable[[Tensor], Tensor]) -> Tensor:
         """Draw all K draft tokens through a sequential head; see `DraftSampler.draw_chain`."""
@@ -244,12 +245,15 @@ class RoundSampler:
             confidence = torch.cat(self._confidence, dim=1)
         return Proposal(token_ids, lengths, stacked, None if confidence is None else confidence.float(), SAMPLER_KEY)
 
-    def _draw(self, logits: Tensor) -> Tensor:
+    def _draw(self, logits: Tensor, vocabulary: DraftVocabulary | None) -> Tensor:
         seen = None if self._seen is None else self._seen[:, None]
+        if vocabulary is not None and (seen is not None or not self._params.greedy):
+            logits, vocabulary = vocabulary.widen(logits), None
         if self._params.greedy:
-            logits = penalised(logits, self._params, seen)
-            token_ids = logits.argmax(-1)
+            logits = logits if seen is None else penalised(logits, self._params, seen)
+            token_ids = likeliest_tokens(logits, None if vocabulary is None else vocabulary.ids)
             if self._estimate_confidence:
+                logits = logits.float()
                 self._confidence.append((logits.amax(-1) - logits.logsumexp(-1)).exp())
         else:
             first = sum(block.shape[1] for block in self._token_ids)

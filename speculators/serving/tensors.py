@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from speculators.checkpoint.storage import read_tensors, resolve
 from speculators.decoding.engine import generate
-from speculators.decoding.proposal import DraftSampler, Proposal
+from speculators.decoding.proposal import DraftSampler, DraftVocabulary, Proposal
 from speculators.decoding.sampling import SamplingParams
 from speculators.kernels.markov_sampling import MarkovChain
 from speculators.speculator import Speculator
@@ -167,11 +167,13 @@ class _OfferedLogits:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def draw(self, logits: Tensor) -> Tensor:
+    def draw(self, logits: Tensor, vocabulary: DraftVocabulary | None = None) -> Tensor:
+        logits = logits if vocabulary is None else vocabulary.widen(logits)
         self.logits.append(logits)
         return self.inner.draw(logits)
 
-    def draw_block(self, logits: Tensor) -> Tensor:
+    def draw_block(self, logits: Tensor, vocabulary: DraftVocabulary | None = None) -> Tensor:
+        logits = logits if vocabulary is None else vocabulary.widen(logits)
         self.logits.extend(logits.unbind(1))
         return self.inner.draw_block(logits)
 

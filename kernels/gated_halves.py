@@ -1,0 +1,55 @@
+"""SwiGLU's gate, silu(g) * u, on the one product [g ; u] of both projections: one launch, and no copy of either half."""
+
+# Triton's kernels are typed by what they are launched with.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # no build for this platform: the reference serves it
+    triton = None
+
+__all__ = ["gated_halves"]
+
+_BLOCK = 1024
+
+if triton is not None:
+
+    @triton.jit
+    def _gated_halves_kernel(states, out, size, BLOCK: tl.constexpr):
+        """One program a token and block of columns."""
+        token = tl.program_id(0).to(tl.int64)
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = column < size
+        gate = tl.load(states + token * 2 * size + column, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(states + (token * 2 + 1) * size + column, mask=inside, other=0.0).to(tl.float32)
+        silu = (gate * tl.sigmoid(gate)).to(out.dtype.element_ty).to(tl.float32)
+        tl.store(out + token * size + column, (silu * up).to(out.dtype.element_ty), mask=inside)
+
+
+def gated_halves(states: Tensor, *, implementation: Literal["auto", "reference", "triton"] = "auto") -> Tensor:
+    """silu(g) * u of [..., 2 * size], g before u; [..., size] in the same dtype.
+
+    silu runs in float32 and is rounded before it multiplies, as between two PyTorch operations.
+
+    Args:
+        states: g and u side by side.
+        implementation: "auto" takes the kernel, which is not differentiable, on CUDA below float64 where no gradient is recorded.
+    """
+    use_kernel = implementation == "triton" or (
+        implementation == "auto" and states.is_cuda and states.dtype != torch.float64 and not torch.is_grad_enabled() and triton is not None
+    )
+    if not use_kernel:
+        gate, up = states.chunk(2, dim=-1)
+        return F.silu(gate) * up
+    states, size = states.contiguous(), states.shape[-1] // 2
+    out = torch.empty(*states.shape[:-1], size, dtype=states.dtype, device=states.device)
+    with torch.cuda.device_of(states):
+        _gated_halves_kernel[(out.numel() // size, triton.cdiv(size, _BLOCK))](states, out, size, BLOCK=_BLOCK, num_warps=4)
+    return out
