@@ -6,13 +6,15 @@
 Each group of prompts goes through all configurations in turn before the next group does, so that a machine that slows down
 slows all of them down; speed-ups are ratios of totals over the same groups. Times are of decoding alone, the prefill and the
 first token excluded, as tokens a second of one sequence. Replies end at the verifier's stop token or at the budget, the same
-greedy replies in every configuration up to rounding. `--vllm` adds vLLM's plain decoding where it is installed.
+greedy replies in every configuration up to rounding. `--vllm` adds vLLM's plain decoding where it is installed, with CUDA graphs
+and in a process of its own, which waits while the others are timed; `serving.py` measures vLLM with the drafters.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +23,7 @@ from typing import Any
 
 import torch
 from harness import Report, Timing
+from vllm_process import VllmError, VllmProcess, offline_settings
 
 from speculators import generate
 from speculators.cli.common import PROMPT_LOOKUP, load_drafter
@@ -28,11 +31,14 @@ from speculators.data.prompts import read_prompts
 from speculators.decoding import graph
 from speculators.decoding.proposal import Drafter
 from speculators.decoding.sampling import SamplingParams
+from speculators.loading import locate_verifier
 from speculators.verifier import Verifier
 
 PROMPTS = Path(__file__).parent / "prompts" / "gsm8k.jsonl"
 CHECKPOINTS = Path(__file__).parent.parent / "checkpoints" / "smollm2-135m-instruct"
 METHODS = ("dspark", "dflash", "peagle", "eagle3", PROMPT_LOOKUP)
+ROOM = 1024  # tokens that a prompt may have beyond the least
+START_LIMIT = 300.0  # seconds for vLLM to start
 
 Group = list[list[int]]
 
@@ -98,21 +104,12 @@ def transformers_generate(verifier: Verifier, budget: int, **options: Any) -> Co
     return run
 
 
-def vllm_generate(name: str, budget: int, context: int) -> Configuration:
-    """vLLM's plain decoding of the same model folder; its prefill and first token are timed alone and subtracted."""
-    from vllm import LLM
-    from vllm import SamplingParams as VllmSampling
-
-    engine = LLM(name, max_model_len=context, enable_prefix_caching=False)
+def vllm_generate(engine: VllmProcess, stop_token_ids: Sequence[int], budget: int) -> Configuration:
+    """vLLM's plain decoding, in a process of its own; its prefill and first token are timed alone and subtracted."""
 
     def run(group: Group, into: Measured) -> None:
-        prompts = [{"prompt_token_ids": prompt} for prompt in group]
-        times, replies = [], []
-        for tokens in (1, budget):
-            started = time.perf_counter()
-            replies = engine.generate(prompts, VllmSampling(temperature=0.0, max_tokens=tokens), use_tqdm=False)
-            times.append(time.perf_counter() - started)
-        into.add(times[1] - times[0], sum(len(reply.outputs[0].token_ids) - 1 for reply in replies))
+        first, whole = (engine.answer(group, tokens, stop_token_ids=stop_token_ids) for tokens in (1, budget))
+        into.add(whole.seconds - first.seconds, sum(len(reply) - 1 for reply in whole.token_ids))
 
     return run
 
@@ -181,9 +178,11 @@ def main() -> None:
     parser.add_argument("--ks", nargs="+", type=int, default=[3, 5, 7])
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--cpu-time", action="store_true", help="count the process's CPU seconds: fair on a busy machine, for one thread")
-    parser.add_argument("--vllm", help="name or folder for vLLM to load")
+    parser.add_argument("--vllm", action="store_true", help="vLLM's plain decoding as well")
     parser.add_argument("--output", type=Path, help="without ending; .json and .md are written")
     options = parser.parse_args()
+    if options.vllm and options.cpu_time:
+        parser.error("--vllm runs in another process, whose CPU time is not counted; leave --cpu-time out")
 
     if options.cpu_time:
         time.perf_counter = time.process_time  # the engine reads the same clock
@@ -202,11 +201,15 @@ def main() -> None:
         for k in options.ks:
             if k <= drafter.max_draft_tokens:
                 configurations[f"{name} K = {k}"] = ours(verifier, drafter, k, budget)
-    if options.vllm:
-        configurations["vllm"] = vllm_generate(options.vllm, budget, max(options.contexts) + 1024 + budget)
 
     clock = f", CPU time of {torch.get_num_threads()} thread" if options.cpu_time else ""
     report = Report(f"Decoding {options.verifier} on {options.prompts.stem}, greedy, {_dtype(verifier)}{clock}", verifier.device)
+    if options.vllm:
+        try:
+            engine = start_vllm(verifier, max(options.contexts) + ROOM + budget, max(options.batches))
+            configurations["vLLM"] = vllm_generate(engine, verifier.stop_token_ids, budget)
+        except VllmError as error:  # the others are measured all the same
+            report.add("vLLM", None, note=f"did not start: {error}"[:300])
     for context in options.contexts:
         for batch in options.batches:
             groups = prompt_groups(verifier, options.prompts, batch, options.max_prompts, context)
@@ -216,6 +219,16 @@ def main() -> None:
             report_groups(report, measure_groups(groups, chosen, cuda), batch, context=context)
             if options.output is not None:
                 report.write(options.output)
+
+
+def start_vllm(verifier: Verifier, max_model_len: int, sequences: int) -> VllmProcess:
+    """A vLLM engine for the verifier's files, ready."""
+    settings = offline_settings(dtype=_dtype(verifier), max_model_len=max_model_len, sequences=sequences)
+    log = Path(tempfile.mkdtemp(prefix="vllm-")) / "plain.log"
+    engine = VllmProcess(locate_verifier(str(verifier.weights.name_or_path)), settings, log=log)
+    started = engine.wait(START_LIMIT)
+    print(f"vLLM {started.version}, runner {started.runner}, started in {started.seconds:.0f} s; log in {log}", flush=True)
+    return engine
 
 
 def _dtype(verifier: Verifier) -> str:
