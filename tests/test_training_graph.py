@@ -8,6 +8,7 @@ import pytest
 import torch
 from tiny_models import tiny_verifier
 from tiny_training import DRAFTERS, packed_rows, tiny_config
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from speculators.kernels import distillation_loss, row_chunks
@@ -18,6 +19,7 @@ from speculators.training.parallel import parallelise
 from speculators.training.source import hidden_state_source
 from speculators.training.step import TrainingStep
 from speculators.training.world import World
+from speculators.verifier import Verifier
 
 METHODS: dict[str, dict[str, Any]] = {
     **DRAFTERS,
@@ -62,18 +64,25 @@ def captured_chunks(used: torch.Tensor, teacher_rows: torch.Tensor, *, chunk_row
     return row_chunks._all_rows(used, teacher_rows, chunk_rows, block_rows)
 
 
+def training_step(
+    method: str, verifier: Verifier, capture: Capture, *, cache_states: bool, optimizer: str
+) -> tuple[TrainingStep, DrafterOptimizer]:
+    rows = packed_rows()
+    config = tiny_config(method=method, options=METHODS[method], optimizer=optimizer, weight_decay=0.1, ema_decay=0.9)
+    speculator = build_speculator(config, verifier, rows, None)
+    source = hidden_state_source(verifier, speculator.aux_hidden_state_layer_ids, rows, cache_states=cache_states)
+    parallel, chosen = parallelise(speculator, World(), "ddp", torch.float32), DrafterOptimizer(speculator, config)
+    return TrainingStep(parallel, source, source, chosen, config, torch.float32, capture), chosen
+
+
 @pytest.mark.parametrize(
     ("method", "cache_states", "optimizer"),
     [*((method, False, "muon") for method in METHODS), ("dflash", True, "adamw"), ("toy", True, "adamw")],
 )
 def test_a_step_can_be_captured_whole(method: str, cache_states: bool, optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distillation_loss, "row_chunks", captured_chunks)
-    verifier, rows = tiny_verifier(seed=3), packed_rows()
-    config = tiny_config(method=method, options=METHODS[method], optimizer=optimizer, weight_decay=0.1, ema_decay=0.9)
-    speculator = build_speculator(config, verifier, rows, None)
-    source = hidden_state_source(verifier, speculator.aux_hidden_state_layer_ids, rows, cache_states=cache_states)
-    parallel = parallelise(speculator, World(), "ddp", torch.float32)
-    step = TrainingStep(parallel, source, source, DrafterOptimizer(speculator, config), config, torch.float32, Capture(verifier.device))
+    verifier = tiny_verifier(seed=3)
+    step, _ = training_step(method, verifier, Capture(verifier.device), cache_states=cache_states, optimizer=optimizer)
     step.run(0, torch.arange(4), 1e-3)  # warm-up: sums and tables are made at the first call
     step.evaluate()
     with NoHost() as host:
@@ -81,6 +90,23 @@ def test_a_step_can_be_captured_whole(method: str, cache_states: bool, optimizer
         step.update()
         step.evaluation_batch()
     assert host.operations > 100, "the whole step ran under the detector's eyes"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs exist on CUDA only")
+@pytest.mark.parametrize("method", METHODS)
+def test_a_captured_step_draws_and_learns_what_an_eager_one_does(method: str) -> None:
+    device = torch.device("cuda")
+    verifier = Verifier(tiny_verifier(seed=3).model.to(device), name_or_path="tiny-llama")
+    learned: list[Tensor] = []
+    for enabled in (False, True):
+        step, optimizer = training_step(method, verifier, Capture(device, enabled=enabled), cache_states=True, optimizer="muon")
+        before = torch.cat([parameter.detach().flatten() for parameter in optimizer.parameters])
+        for number in range(3):
+            step.run(number, torch.arange(4) + number, 1e-3)
+        learned.append(torch.cat([parameter.detach().flatten() for parameter in optimizer.parameters]) - before)
+    eager, captured = learned
+    assert float(eager.norm()) > 0.0
+    assert float((captured - eager).norm()) < 0.02 * float(eager.norm())  # rows without weight take part in sums, which rounds otherwise
 
 
 def test_the_detector_sees_what_it_must() -> None:
