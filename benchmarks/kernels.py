@@ -3,8 +3,9 @@
     python benchmarks/kernels.py --output benchmarks/results/kernels_h200
     python benchmarks/kernels.py --tiny --repetitions 2        # a dry run: the references alone on a machine without a GPU
 
-All sides run in CUDA graphs on a cold cache: the kernel, the reference in PyTorch's own operations, and the reference through
-torch.compile. `times_faster` compares with the faster of the two others. The training kernels have a benchmark of their own.
+All sides run in CUDA graphs on a cold cache: the kernel, the reference in PyTorch's own operations, the reference through
+torch.compile, and, where vLLM is installed, its counterparts (`vllm_kernels.py`). `times_faster` compares the kernel with the
+fastest other side that does the same work. The training kernels have a benchmark of their own.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import vllm_kernels
 from harness import Report, Timing, Work, measure, measured_ceilings
 from torch import Tensor
 
@@ -51,12 +53,17 @@ TINY = Sizes(64, 301, 300, 4, 2, 16, 2, 8, 3, 40)
 
 @dataclass(frozen=True)
 class Case:
-    """One operation at one shape: `run` by either implementation, and the least it must do."""
+    """One operation at one shape: `run` by either implementation, the least it must do, and what it runs on.
+
+    `inputs` are the arguments of the operation's counterpart in `vllm_kernels`.
+    """
 
     name: str
     rows: int
     run: Callable[[Side], Any]
     work: Work
+    operation: str
+    inputs: dict[str, Any]
 
 
 class Cases:
@@ -97,12 +104,15 @@ class Cases:
             self.integers(self.sizes.context, rows),
             torch.arange(rows, device=self.device)[:, None],
         )
+        names = ("token_ids", "row_starts", "kept", "next_token", "position", "page_table")
+        numbers: dict[str, Any] = {"mask_slots": k - 1, "mask_token_id": 3, "page_size": 2 * self.sizes.context}
         slots = rows * (width + k - 1)
 
         def run(side: Side) -> Any:
-            return draft_inputs(*arguments, mask_slots=k - 1, mask_token_id=3, page_size=2 * self.sizes.context, implementation=side)
+            return draft_inputs(*arguments, **numbers, implementation=side)
 
-        return Case("draft_inputs", rows, run, Work(0.0, 8.0 * (rows * (width + 5) + 4 * slots + rows * k) + 2.0 * slots))
+        work = Work(0.0, 8.0 * (rows * (width + 5) + 4 * slots + rows * k) + 2.0 * slots)
+        return Case("draft_inputs", rows, run, work, "draft_inputs", {**dict(zip(names, arguments, strict=True)), **numbers})
 
     def hidden_state_scatter(self, rows: int) -> Case:
         """Half of the verified tokens' features, placeholders elsewhere."""
@@ -116,7 +126,9 @@ class Cases:
         def run(side: Side) -> Any:
             return hidden_state_scatter(hidden, source, placeholder, implementation=side)
 
-        return Case("hidden_state_scatter", rows, run, Work(0.0, self.bytes * size * (read + slots) + 8.0 * slots))
+        inputs = {"hidden": hidden, "rows": source, "placeholder": placeholder}
+        work = Work(0.0, self.bytes * size * (read + slots) + 8.0 * slots)
+        return Case("hidden_state_scatter", rows, run, work, "hidden_state_scatter", inputs)
 
     def kv_injection(self, rows: int, width: int) -> Case:
         """`width` new tokens a row."""
@@ -134,7 +146,9 @@ class Cases:
 
         tokens = rows * width
         work = Work(2.0 * tokens * kv * s.hidden, self.bytes * (kv * s.hidden + tokens * (s.hidden + kv)))
-        return Case("kv_injection" if width <= s.draft_tokens + 1 else "kv_injection, a prompt", rows, run, work)
+        name = "kv_injection" if width <= s.draft_tokens + 1 else "kv_injection, a prompt"
+        inputs = {"features": features, "weights": weights, "start": start, "counts": counts, "memory": memory}
+        return Case(name, rows, run, work, "kv_injection", inputs)
 
     def block_attention(self, rows: int) -> Case:
         """One layer's attention of a block of K over the context."""
@@ -151,7 +165,10 @@ class Cases:
 
         pairs = rows * s.heads * block * (s.context + block)
         moved = rows * ((s.context + block) * 2 * s.key_heads + 2 * block * s.heads) * s.head_dim
-        return Case("block_attention, drafting", rows, run, Work(4.0 * pairs * s.head_dim, self.bytes * moved))
+        names = ("query", "key", "value", "context_key", "context_value", "start", "end")
+        inputs = dict(zip(names, (query, key, value, context_key, context_value, start, end), strict=True))
+        work = Work(4.0 * pairs * s.head_dim, self.bytes * moved)
+        return Case("block_attention, drafting", rows, run, work, "block_attention", inputs)
 
     def greedy_verification(self, rows: int) -> Case:
         """K drafts a row, wrong in the middle."""
@@ -163,7 +180,8 @@ class Cases:
         def run(side: Side) -> Any:
             return greedy_verification(drafts, lengths, logits, implementation=side)
 
-        return Case("greedy verification", rows, run, Work(0.0, float(self.bytes * logits.numel())))
+        inputs = {"token_ids": drafts, "lengths": lengths, "logits": logits}
+        return Case("greedy verification", rows, run, Work(0.0, float(self.bytes * logits.numel())), "greedy_verification", inputs)
 
     def rejection_sampling(self, rows: int, verification: Literal["standard", "block"]) -> Case:
         """K likely drafts a row, draft and verifier as logits."""
@@ -187,7 +205,9 @@ class Cases:
                 implementation=side,
             )
 
-        return Case(f"{verification} verification", rows, run, Work(0.0, float(self.bytes * (logits.numel() + draft_logits.numel()))))
+        inputs = {"token_ids": drafts, "lengths": lengths, "target": target, "draft": draft, "verification": verification}
+        work = Work(0.0, float(self.bytes * (logits.numel() + draft_logits.numel())))
+        return Case(f"{verification} verification", rows, run, work, "rejection_sampling", inputs)
 
     def markov_sampling(self, rows: int, *, sampled: bool) -> Case:
         """K - 1 steps of a vanilla head."""
@@ -206,7 +226,8 @@ class Cases:
             return markov_sampling(chain, draw=draw, implementation=side)
 
         work = Work(2.0 * rows * steps * head.numel(), float(self.bytes * (steps * head.numel() + logits.numel())))
-        return Case(f"markov_sampling, {steps} steps, {'sampled' if sampled else 'greedy'}", rows, run, work)
+        inputs = {"chain": chain, "table": table, "draw": draw}
+        return Case(f"markov_sampling, {steps} steps, {'sampled' if sampled else 'greedy'}", rows, run, work, "markov_sampling", inputs)
 
 
 def compiled_timing(case: Case, device: torch.device, repetitions: int) -> Timing | str:
@@ -216,7 +237,41 @@ def compiled_timing(case: Case, device: torch.device, repetitions: int) -> Timin
     try:
         return measure(reference, device=device, repetitions=repetitions, graph=True)
     except Exception as error:  # whatever the compiler cannot do
-        return f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
+        return _first_line(error)
+
+
+def add_vllm(report: Report, kernels: list[tuple[Case, dict[str, Any]]], device: torch.device, repetitions: int) -> None:
+    """Measure vLLM's counterparts of all cases and put them behind our kernels' rows.
+
+    They come last: importing vLLM changes settings of torch.compile.
+    """
+    if (reason := vllm_kernels.unavailable()) is not None:
+        print(reason, flush=True)
+        return
+    for case, ours in kernels:
+        others, added = [ours["milliseconds"] * ours["times_faster"]], []
+        try:
+            found = vllm_kernels.counterparts(case.operation, case.inputs)
+        except Exception as error:  # another release may have moved what is imported
+            added.append(report.add(case.name, None, rows=case.rows, side="vLLM", note=_first_line(error)))
+            found = []
+        for one in found:
+            try:
+                note = "; ".join(filter(None, (one.agrees(case.run("triton")), one.difference)))
+                timing = measure(one.run, device=device, repetitions=repetitions, graph=True)
+            except Exception as error:
+                added.append(report.add(case.name, None, rows=case.rows, side=one.name, note=_first_line(error)))
+            else:
+                added.append(report.add(case.name, timing, work=case.work, rows=case.rows, side=one.name, note=note))
+                others += [timing.milliseconds] if not one.difference else []
+        del report.rows[len(report.rows) - len(added) :]
+        at = report.rows.index(ours) + 1
+        report.rows[at:at] = added
+        ours["times_faster"] = min(others) / ours["milliseconds"]
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
 
 
 def main() -> None:
@@ -227,12 +282,14 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=30)
     parser.add_argument("--only", nargs="+", default=[], help="operations whose name starts with one of these")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    parser.add_argument("--no-vllm", action="store_true", help="leave vLLM out where it is installed")
     parser.add_argument("--output", type=Path, help="without ending; .json and .md are written")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     cuda = device.type == "cuda"
     report = Report("Decoding kernels, in CUDA graphs" if cuda else "References of the decoding kernels", device, measured_ceilings(device))
     cases = Cases(TINY if options.tiny else Sizes(), device, torch.bfloat16 if cuda else torch.float32)
+    kernels: list[tuple[Case, dict[str, Any]]] = []
     with torch.inference_mode():
         for case in cases.all(options.batches):
             if options.only and not case.name.startswith(tuple(options.only)):
@@ -250,9 +307,13 @@ def main() -> None:
                 else:
                     report.add(case.name, None, rows=case.rows, side="torch.compile", note=compiled)
             kernel = measure(lambda case=case: case.run("triton"), device=device, repetitions=options.repetitions, graph=True)
-            report.add(case.name, kernel, work=case.work, rows=case.rows, side="kernel", times_faster=min(others) / kernel.milliseconds)
+            faster = min(others) / kernel.milliseconds
+            row = report.add(case.name, kernel, work=case.work, rows=case.rows, side="kernel", times_faster=faster)
+            kernels.append((case, row))
             if options.output is not None:
                 report.write(options.output)
+        if kernels and not options.no_vllm:
+            add_vllm(report, kernels, device, options.repetitions)
     if options.output is not None:
         report.write(options.output)
 

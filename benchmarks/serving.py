@@ -105,7 +105,7 @@ class Measured:
 def planned(options: argparse.Namespace, arguments: Sequence[str]) -> tuple[list[Configuration], dict[str, str]]:
     """Every configuration asked for, and those that `speculators serve` refuses with its sentence."""
     made, refused = [Configuration(PLAIN, settings=as_settings(arguments))], {}
-    drafters = [(method, None) for method in options.methods]
+    drafters: list[tuple[str, Path | None]] = [(method, None) for method in options.methods]
     drafters += [(method, Path(folder)) for method, _, folder in (layout.partition("=") for layout in options.layouts)]
     for (method, layout), k in itertools.product(drafters, options.ks or [None]):
         name = method if layout is None else f"{method} from {layout.name}"
