@@ -29,7 +29,8 @@ except ImportError:  # no build for this platform: the reference serves it
 
 __all__ = ["draft_attention"]
 
-_CHUNK = 256  # context keys of a program
+_CHUNK = 128  # context keys of a program: at 2,048 keys and 8 key heads, one program for every multiprocessor
+_CHUNKS = 64  # at most; a longer context has longer chunks
 _KEYS = 64  # of one step of it, half as many in float32
 _QUERIES = 64  # queries of a program, those of all heads of a key head together
 
@@ -158,7 +159,9 @@ def _kernel(
     rows, queries, query_heads, size = query.shape
     heads, context_keys = context_key.shape[2], context_key.shape[1]
     groups = query_heads // heads
-    splits = triton.cdiv(context_keys, _CHUNK) + 1
+    # By what the cache holds at most, never by rows or queries: sums come out the same alone and in company.
+    chunk = max(_CHUNK, triton.next_power_of_2(triton.cdiv(context_keys, _CHUNKS)))
+    splits = triton.cdiv(context_keys, chunk) + 1
     size_block = max(16, triton.next_power_of_2(size))
     block = min(_QUERIES, max(16, triton.next_power_of_2(groups * queries)))
     partial = torch.empty(rows, heads, splits, groups * queries, size, dtype=torch.float32, device=query.device)
@@ -170,7 +173,7 @@ def _kernel(
             query, block_key, block_value, context_key, context_value,
             visible.context_start, visible.context_end, visible.block_start, visible.block_end, partial, largest, total,
             queries, groups, context_keys, block_key.shape[1], size, scale, splits, *strides,
-            CHUNK=_CHUNK, KEYS=_KEYS // max(1, query.element_size() // 2), QUERIES=block, SIZE=size_block, num_warps=4, num_stages=2,
+            CHUNK=chunk, KEYS=_KEYS // max(1, query.element_size() // 2), QUERIES=block, SIZE=size_block, num_warps=4, num_stages=2,
         )  # fmt: skip
         _sum_kernel[(rows * queries * query_heads,)](
             partial, largest, total, out, queries, groups, heads, size, splits,

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from speculators.attention import GROUPED_ATTENTION, AttentionMasks
 from speculators.decoding.cache import KeyValueCache
 from speculators.errors import CheckpointError, ConfigError, DataError
+from speculators.fused_layers import fuse_final_norm, fuse_layers
 from speculators.loading import fast_dtype, load_model, refuse_unsupported, stop_token_ids
 from speculators.speculator import VerifierWeights
 
@@ -47,6 +48,7 @@ class Verifier:
         model: the transformers model.
         tokenizer: its tokenizer, or None.
         weights: what speculators borrow from it (embedding, head, final norm, facts of its config).
+        fused_layers: how many of its layers run decoding steps on our kernels; see `fused_layers`.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, name_or_path: str | None = None) -> None:
@@ -85,6 +87,10 @@ class Verifier:
         self._logit_softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self.weights = self._read_weights(name)
         self.prepared_batches: OrderedDict[Hashable, Any] = OrderedDict()  # of the engine; see `decoding.graph.reusable`
+        # On a CPU a launch costs nothing.
+        self.fused_layers = fuse_layers(self._decoder, self.layers, self._masks.kinds) if self.device.type == "cuda" else 0
+        if self.fused_layers:
+            fuse_final_norm(self._final_norm)
         self._check_against_model()
 
     @classmethod

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load, save
+from tiny_drafters import attend_few, decode_logits, drafter, on_kernels, packed_batch
 
-from speculators.algorithms.layers import Attention, DecoderLayer, RotaryEmbedding, joined
+from speculators.algorithms import dflash, input_fusion, layers
+from speculators.algorithms.layers import Attention, DecoderLayer, RotaryEmbedding
 from speculators.config import LayerConfig
 from speculators.kernels.attention_heads import CacheSlots, attention_heads
 from speculators.kernels.gated_halves import gated_halves
+from speculators.kernels.joined_projections import joined
 from speculators.kernels.likeliest_tokens import likeliest_tokens
 from speculators.kernels.residual_norm import add_rms_norm, joined_norms
 
@@ -162,3 +166,31 @@ def test_weights_in_training_stay_where_they_are() -> None:
     layer = a_layer().train()  # a captured training step holds their addresses
     layer.lay_together()
     assert of(layer.self_attn) is None
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("eagle3", {"num_layers": 2, "norm_before_residual": True}),
+        ("eagle3", {"norm_output": True, "draft_vocab_size": 40}),
+        ("peagle", {"num_layers": 2}),
+        ("dflash", {"num_layers": 2}),
+        ("dspark", {"num_layers": 2}),
+    ],
+)
+def test_decoding_on_the_kernels_offers_the_logits_of_plain_layers(
+    method: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speculator, batch = drafter(method, **options), packed_batch([24])
+    with torch.no_grad():
+        speculator.train()  # its weights stay apart
+        plain = decode_logits(speculator, batch, 12, 5, [9, 3])
+        assert of(speculator.layers[0].self_attn) is None
+        speculator.eval()
+        together = decode_logits(speculator, batch, 12, 5, [9, 3])
+        assert of(speculator.layers[0].self_attn) is not None
+        torch.testing.assert_close(together, plain, rtol=1e-4, atol=1e-4)
+        on_kernels(monkeypatch, layers, "attention_heads", "add_rms_norm", "gated_halves", "joined_norms")
+        for module in (input_fusion, dflash):
+            monkeypatch.setattr(module, "attention", attend_few)
+        torch.testing.assert_close(decode_logits(speculator, batch, 12, 5, [9, 3]), plain, rtol=1e-4, atol=1e-4)

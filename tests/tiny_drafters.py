@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from speculators.decoding.proposal import DraftVocabulary, Observation, Proposal
+from speculators.kernels.draft_attention import draft_attention
 from speculators.kernels.markov_sampling import MarkovChain
+from speculators.kernels.visible_keys import VisibleKeys
 from speculators.registry import get_algorithm
 from speculators.speculator import Speculator, VerifierWeights
 from speculators.training.batch import TrainingBatch
@@ -130,3 +134,25 @@ def decode_logits(speculator: Speculator, batch: TrainingBatch, anchor: int, cou
         start = stop
     speculator.propose(state, batch.input_ids[:, anchor], sampler, count)
     return torch.cat(sampler.logits)
+
+
+def on_kernels(monkeypatch: pytest.MonkeyPatch, module: Any, *names: str) -> None:
+    """Let a module call the Triton kernels of these operations, which it would on CUDA alone."""
+    for name in names:
+        monkeypatch.setattr(module, name, partial(getattr(module, name), implementation="triton"))
+
+
+def attend_few(
+    query: Tensor,
+    block_key: Tensor | None,
+    block_value: Tensor | None,
+    context_key: Tensor,
+    context_value: Tensor,
+    visible: VisibleKeys,
+    scale: float | None = None,
+) -> Tensor:
+    """`attention` as it is on CUDA for few queries and no gradient."""
+    if block_key is None or block_value is None:
+        block_key, block_value = context_key[:, :0], context_value[:, :0]
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return draft_attention(query, block_key, block_value, context_key, context_value, visible, scale=scale)

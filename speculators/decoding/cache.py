@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from speculators.errors import ConfigError
+from speculators.kernels.visible_keys import VisibleKeys
 
 # Attention reads a multiple of this many positions, so that a growing context meets few different shapes.
 _READ_MULTIPLE = 32
@@ -41,7 +42,9 @@ class KeyValueCache(Cache):
         self.rows = rows
         self.max_length = max_length
         self.read_length = 0
-        self._slots = torch.zeros(0, dtype=torch.int64, device=device)
+        self._positions = torch.zeros(rows, 0, dtype=torch.int64, device=device)
+        self._slots: Tensor | None = None  # the same in the flattened memory of a layer
+        self._visible: VisibleKeys | None = None
 
     def begin(self, width: int, static_length: int | None = None) -> Tensor:
         """Choose where the next forward writes: `width` tokens a row, at `lengths[b] + i`.
@@ -69,10 +72,17 @@ class KeyValueCache(Cache):
                 " ask new_cache for a longer one (prompt + new tokens + draft tokens)"
             )
         self.read_length = read_length
-        positions = self.lengths[:, None] + torch.arange(width, device=self.lengths.device)
-        first_slot = torch.arange(self.rows, device=self.lengths.device)[:, None] * self.max_length
-        self._slots = (first_slot + positions).reshape(-1)
-        return positions
+        self._visible = None
+        self._positions, self._slots = self.lengths[:, None] + torch.arange(width, device=self.lengths.device), None
+        return self._positions
+
+    def visible(self) -> VisibleKeys:
+        """What the new tokens see of the cache, their own slots written: positions up to their own. One for all layers."""
+        if self._visible is None:
+            end = (self._positions + 1).to(torch.int32)
+            nothing = torch.zeros_like(end)
+            self._visible = VisibleKeys(nothing, end, nothing, nothing, reach=0)
+        return self._visible
 
     def write(self, memory: Tensor, states: Tensor) -> Tensor:
         """Write new states and return what attention reads.
@@ -84,6 +94,9 @@ class KeyValueCache(Cache):
         Returns:
             [rows, kv_heads, read_length, head_dim], a view.
         """
+        if self._slots is None:
+            first_slot = torch.arange(self.rows, device=self.lengths.device)[:, None] * self.max_length
+            self._slots = (first_slot + self._positions).reshape(-1)
         flat = memory.view(self.rows * self.max_length, -1)
         flat.index_copy_(0, self._slots.to(memory.device), states.transpose(1, 2).reshape(self._slots.shape[0], -1))
         return memory[:, : self.read_length].transpose(1, 2)
