@@ -9,7 +9,6 @@ Nothing is taken from a layer's name. It must have exactly those parts, and comp
 
 from __future__ import annotations
 
-from functools import cache as cached
 from typing import Any
 
 import torch
@@ -28,6 +27,8 @@ __all__ = ["fuse_final_norm", "fuse_layers"]
 _WIDEST_STEP = 32
 # How far an update of the residual stream may be from the model's own, relative: rounding, never another computation.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.01, torch.bfloat16: 0.05}
+
+_fused_classes: dict[type, type] = {}
 
 _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -80,26 +81,31 @@ class FusedSteps:
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """One layer; arguments and result are those of the layer's own class."""
         cache, embeddings = kwargs.get("past_key_values"), kwargs.get("position_embeddings")
-        step = isinstance(cache, KeyValueCache) and cache.layers[self.self_attn.layer_idx].is_initialized
-        if args or not step or embeddings is None or hidden_states.shape[1] > _WIDEST_STEP or torch.is_grad_enabled():
+        known = isinstance(cache, KeyValueCache) and embeddings is not None and not args
+        if not known or hidden_states.shape[1] > _WIDEST_STEP or torch.is_grad_enabled():
+            return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
+        if not cache.layers[self.self_attn.layer_idx].is_initialized:  # by the first write, which knows its memory's shape
             return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
         return _step(self, hidden_states, embeddings, cache)
 
 
-def _step(layer: Any, x: Tensor, embeddings: tuple[Tensor, Tensor], cache: KeyValueCache) -> Tensor:
+def _step(layer: Any, x: Tensor, embeddings: tuple[Tensor, Tensor], cache: Any) -> Tensor:
     """[rows, width, hidden] -> the same, keys and values written to the cache."""
     own, mlp, first, second = layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm
     memory: Any = cache.layers[own.layer_idx]
     cosine, sine = (table[:, :, None] for table in embeddings)
     normed = nn.functional.rms_norm(x, x.shape[-1:], first.weight, _epsilon(first))
     heads = _product(normed, own.q_proj, own.k_proj, own.v_proj).unflatten(-1, (-1, own.head_dim))
+    norms = (own.q_norm, own.k_norm) if hasattr(own, "q_norm") else None
     query, _, _ = attention_heads(
         heads,
         memory.keys.shape[2],
         cosine,
         sine,
-        *((own.q_norm.weight, own.k_norm.weight, _epsilon(own.q_norm)) if hasattr(own, "q_norm") else ()),
-        cache=CacheSlots(memory.keys, memory.values, cache.lengths),
+        None if norms is None else norms[0].weight,
+        None if norms is None else norms[1].weight,
+        0.0 if norms is None else _epsilon(norms[0]),
+        CacheSlots(memory.keys, memory.values, cache.lengths),
     )
     keys, values = memory.keys[:, : cache.read_length], memory.values[:, : cache.read_length]
     attended = attention(query, None, None, keys, values, cache.visible(), scale=own.scaling)
@@ -132,9 +138,9 @@ def _fuse(layer: Any, rotary: nn.Module) -> bool:
     return True
 
 
-@cached
 def _fused_class(own: type) -> type:
-    return type(own.__name__, (FusedSteps, own), {})
+    """One class for all layers of a class."""
+    return _fused_classes.setdefault(own, type(own.__name__, (FusedSteps, own), {}))
 
 
 def _has_the_parts(layer: Any) -> bool:

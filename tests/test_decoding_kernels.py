@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load, save
-from tiny_drafters import attend_few, decode_logits, drafter, on_kernels, packed_batch
+from tiny_drafters import attend_few, decode_logits, drafter, moved, on_kernels, packed_batch
 
 from speculators.algorithms import dflash, input_fusion, layers
 from speculators.algorithms.layers import Attention, DecoderLayer, RotaryEmbedding
@@ -181,7 +182,8 @@ def test_weights_in_training_stay_where_they_are() -> None:
 def test_decoding_on_the_kernels_offers_the_logits_of_plain_layers(
     method: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    speculator, batch = drafter(method, **options), packed_batch([24])
+    batch, speculator = packed_batch([24]), moved(drafter(method, **options), DEVICE)
+    batch = replace(batch, **{name: getattr(batch, name).to(DEVICE) for name in ("input_ids", "hidden_states")})
     with torch.no_grad():
         speculator.train()  # its weights stay apart
         plain = decode_logits(speculator, batch, 12, 5, [9, 3])

@@ -18,7 +18,7 @@ def steps(verifier: Verifier) -> list[torch.Tensor]:
     """Logits and taps of a prompt, of a step of 3 tokens over rows of unequal length, and of one token."""
     generator, cache, out = torch.Generator().manual_seed(0), verifier.new_cache(2, 24), []
     for width, lengths in ((6, (0, 0)), (3, (6, 4)), (1, (7, 7)), (2, (8, 8))):
-        cache.lengths.copy_(torch.tensor(lengths))
+        cache.lengths = torch.tensor(lengths, device=verifier.device)
         token_ids = torch.randint(verifier.vocab_size, (2, width), generator=generator).to(verifier.device)
         result = verifier.forward(token_ids, cache, taps=(1, 4), static_length=None if width != 1 else 16)
         out += [verifier.logits(result.last_hidden_state), result.hidden_states]
@@ -41,6 +41,12 @@ def test_fused_steps_compute_what_the_model_computes(
                 parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))).to(parameter) * 0.3)
     names = [name for name, _ in verifier.model.named_parameters()]
     expected = steps(verifier)
+    if kernels and torch.cuda.is_available():
+        verifier = Verifier(verifier.model.cuda(), name_or_path="on a GPU")
+        assert verifier.fused_layers == verifier.num_layers
+        for fused, plain in zip(steps(verifier), expected, strict=True):
+            torch.testing.assert_close(fused.cpu(), plain, rtol=1e-4, atol=1e-4)
+        return
     if kernels:
         on_kernels(monkeypatch, fused_layers, "attention_heads", "add_rms_norm", "gated_halves")
         monkeypatch.setattr(fused_layers, "attention", attend_few)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -114,7 +115,8 @@ def decode_logits(speculator: Speculator, batch: TrainingBatch, anchor: int, cou
         pieces: lengths of the successive observations; they sum to `anchor`.
     """
     assert sum(pieces) == anchor
-    state = speculator.new_state(1, batch.input_ids.shape[1] + 16, torch.device("cpu"), batch.hidden_states.dtype)
+    device = batch.input_ids.device
+    state = speculator.new_state(1, batch.input_ids.shape[1] + 16, device, batch.hidden_states.dtype)
     start = 0
     sampler = TeacherForcing(batch.input_ids[:, anchor + 1 : anchor + 1 + count])
     for piece in pieces:
@@ -127,8 +129,8 @@ def decode_logits(speculator: Speculator, batch: TrainingBatch, anchor: int, cou
                 token_ids=batch.input_ids[:, padded],
                 next_token_ids=batch.input_ids[:, start + 1 : stop + 3],
                 hidden_states=batch.hidden_states[:, padded],
-                start=torch.tensor([start]),
-                counts=torch.tensor([piece]),
+                start=torch.tensor([start], device=device),
+                counts=torch.tensor([piece], device=device),
             ),
         )
         start = stop
@@ -140,6 +142,14 @@ def on_kernels(monkeypatch: pytest.MonkeyPatch, module: Any, *names: str) -> Non
     """Let a module call the Triton kernels of these operations, which it would on CUDA alone."""
     for name in names:
         monkeypatch.setattr(module, name, partial(getattr(module, name), implementation="triton"))
+
+
+def moved(speculator: Speculator, device: torch.device) -> Speculator:
+    """The drafter and what it borrows of its verifier, on a device."""
+    weights = speculator.verifier
+    tensors = {name: getattr(weights, name).to(device) for name in ("embedding", "head", "final_norm")}
+    speculator.attach(replace(weights, **tensors))
+    return speculator.to(device)
 
 
 def attend_few(
