@@ -25,6 +25,7 @@ distillation_loss     4097 and (plain or rank+reduced or head_bias+rank) or bflo
 partitioning          test_a_gpu and autocast and (segments or dspark)
 projection            gate_kernels
 decoding_kernels      norms_equal or gate_equals or heads_and_cache or likeliest_token
+fused_layers          fused_steps_compute and kernels
 draft_attention       kernels_equal or never_read or sees_nothing
 draft_inputs          kernel_equals
 hidden_state_scatter  triton
