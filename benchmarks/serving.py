@@ -29,6 +29,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ from speculators.errors import SpeculatorsError
 from speculators.evaluation.evaluate import PromptSet
 from speculators.loading import locate_verifier
 from speculators.serving import plan
-from speculators.serving.plan import PLUGINS_VARIABLE
+from speculators.serving.plan import PLUGIN_NAME, PLUGINS_VARIABLE
 from speculators.serving.versions import installed
 from speculators.verifier import Verifier
 
@@ -50,6 +51,7 @@ PROMPTS = sorted((Path(__file__).parent / "prompts").glob("*.jsonl"))
 CHECKPOINTS = Path(__file__).parent.parent / "checkpoints" / "smollm2-135m-instruct"
 METHODS = ("dspark", "dflash", "peagle", "eagle3")
 PLAIN = "none"
+PLUGIN_GROUP = "vllm.general_plugins"
 STEP_TOKENS = 8192  # of a step's budget, in every configuration
 LOG_LINES = 20  # shown of an engine that failed
 
@@ -119,6 +121,11 @@ def planned(options: argparse.Namespace, arguments: Sequence[str]) -> tuple[list
             )
         except SpeculatorsError as error:
             refused[name if k is None else f"{name} K = {k}"] = str(error)
+            continue
+        if checked.plugin and layout is None and not entry_points(group=PLUGIN_GROUP, name=PLUGIN_NAME):
+            refused[f"{name} K = {checked.num_draft_tokens}"] = (
+                "vLLM will not find the plugin: the library is not installed here (pip install -e .)"
+            )
             continue
         speculative, environment = checked.speculative_config, checked.environment
         if layout is not None:
