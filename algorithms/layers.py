@@ -24,11 +24,11 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from speculators.config import LayerConfig
 from speculators.errors import ConfigError
 from speculators.kernels.attention_heads import CacheSlots, attention_heads, write_slots
-from speculators.kernels.gated_halves import gated_halves
 from speculators.kernels.head_rotation import rotate_heads
 from speculators.kernels.joined_projections import joined, lay_together
 from speculators.kernels.projection import feed_forward, gated_projection, linear
 from speculators.kernels.residual_norm import add_rms_norm, joined_norms
+from speculators.kernels.skinny_linear import skinny_gated_linear, skinny_linear
 
 # (query, key, value) of the layer's own tokens -> attention output, all [..., heads, head_dim]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -124,7 +124,8 @@ class Projection(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
-        return linear(x, self.weight, self.bias)
+        apply = linear if torch.is_grad_enabled() else skinny_linear
+        return apply(x, self.weight, self.bias)
 
 
 class Attention(nn.Module):
@@ -168,7 +169,7 @@ class Attention(nn.Module):
                 shape = (len(x), -1, *key.shape[-2:])
                 write_slots(cache, key.reshape(shape), value.reshape(shape))
             return query, key, value
-        states, norms, epsilon = self._heads(nn.functional.linear(x, *weights)), (self.q_norm, self.k_norm), 0.0
+        states, norms, epsilon = self._heads(skinny_linear(x, *weights)), (self.q_norm, self.k_norm), 0.0
         if self.q_norm is not None:
             assert self.q_norm.eps is not None
             epsilon = self.q_norm.eps
@@ -202,7 +203,7 @@ class FeedForward(nn.Module):
             return feed_forward(x, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
         weights = None if torch.is_grad_enabled() else joined((self.gate_proj, self.up_proj))
         if weights is not None:
-            out: Tensor = self.down_proj(gated_halves(nn.functional.linear(x, *weights)))
+            out: Tensor = self.down_proj(skinny_gated_linear(x, *weights))
             return out
         gate, up = self.gate_proj(x), self.up_proj(x)
         down = gated_projection(gate, up, self.down_proj.weight)

@@ -20,6 +20,7 @@ from speculators.kernels.block_attention import attention
 from speculators.kernels.gated_halves import gated_halves
 from speculators.kernels.joined_projections import joined, lay_together
 from speculators.kernels.residual_norm import add_rms_norm
+from speculators.kernels.skinny_linear import skinny_gated_linear, skinny_linear
 
 __all__ = ["fuse_final_norm", "fuse_layers"]
 
@@ -80,7 +81,8 @@ class FusedSteps:
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """One layer; arguments and result are those of the layer's own class."""
-        cache, embeddings = kwargs.get("past_key_values"), kwargs.get("position_embeddings")
+        cache: Any = kwargs.get("past_key_values")
+        embeddings: Any = kwargs.get("position_embeddings")
         known = isinstance(cache, KeyValueCache) and embeddings is not None and not args
         if not known or hidden_states.shape[1] > _WIDEST_STEP or torch.is_grad_enabled():
             return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
@@ -110,7 +112,8 @@ def _step(layer: Any, x: Tensor, embeddings: tuple[Tensor, Tensor], cache: Any) 
     keys, values = memory.keys[:, : cache.read_length], memory.values[:, : cache.read_length]
     attended = attention(query, None, None, keys, values, cache.visible(), scale=own.scaling)
     x, normed = add_rms_norm(x, own.o_proj(attended.flatten(-2)), second.weight, _epsilon(second))
-    gated = gated_halves(_product(normed, mlp.gate_proj, mlp.up_proj))
+    weights = joined((mlp.gate_proj, mlp.up_proj))
+    gated = gated_halves(_product(normed, mlp.gate_proj, mlp.up_proj)) if weights is None else skinny_gated_linear(normed, *weights)
     # The residual stream is the product's accumulator: no launch, and one rounding less, for the sum.
     x.view(-1, x.shape[-1]).addmm_(gated.flatten(0, -2), mlp.down_proj.weight.t())
     return x if mlp.down_proj.bias is None else x.add_(mlp.down_proj.bias)
@@ -120,7 +123,7 @@ def _product(x: Tensor, *projections: nn.Linear) -> Tensor:
     weights = joined(projections)
     if weights is None:  # they were moved since
         return torch.cat([projection(x) for projection in projections], dim=-1)
-    return nn.functional.linear(x, *weights)
+    return skinny_linear(x, *weights)
 
 
 # -- whether a layer is of that kind -----------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from speculators.config import SpeculatorConfig
 from speculators.decoding.calibration import Calibration, stored_calibrations
 from speculators.decoding.proposal import ConfidenceSource, DraftSampler, DraftVocabulary, Observation, Proposal
 from speculators.errors import ConfigError, PairingError
+from speculators.kernels.skinny_linear import skinny_linear
 from speculators.registry import VllmServing
 from speculators.training.batch import LossOutput, TrainingBatch
 
@@ -274,7 +275,7 @@ class Speculator(nn.Module, ABC):
             bias = bias[self.draft_token_ids()]
         # Two dimensions: of a view that skips slots, torch would make a batched product, for which it copies the whole head.
         rows = hidden.to(verifier.head.dtype).reshape(-1, hidden.shape[-1])
-        logits = nn.functional.linear(rows, self.head_weight(), bias).unflatten(0, hidden.shape[:-1])
+        logits = skinny_linear(rows, self.head_weight(), bias).unflatten(0, hidden.shape[:-1])
         logits = logits if verifier.logit_scale == 1.0 else logits * verifier.logit_scale
         cap = verifier.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)

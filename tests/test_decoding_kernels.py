@@ -19,6 +19,7 @@ from speculators.kernels.gated_halves import gated_halves
 from speculators.kernels.joined_projections import joined
 from speculators.kernels.likeliest_tokens import likeliest_tokens
 from speculators.kernels.residual_norm import add_rms_norm, joined_norms
+from speculators.kernels.skinny_linear import skinny_gated_linear, skinny_linear
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FLOAT32, BFLOAT16 = {"rtol": 1e-5, "atol": 1e-5}, {"rtol": 2e-2, "atol": 2e-2}
@@ -58,6 +59,31 @@ def test_the_gate_equals_its_definition(size: int, dtype: torch.dtype, close: di
     gate, up = states.double().chunk(2, dim=-1)
     torch.testing.assert_close(gated_halves(states, implementation="triton"), (gate * gate.sigmoid() * up).to(dtype), **close)
     torch.testing.assert_close(gated_halves(states, implementation="triton"), gated_halves(states, implementation="reference"), **close)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "columns", "dtype", "close"),
+    [
+        (1, 40, 256, torch.float32, FLOAT32),
+        (5, 33, 300, torch.float32, FLOAT32),
+        (16, 48, 512, torch.bfloat16, BFLOAT16),
+        (2, 1, 7, torch.float32, FLOAT32),
+    ],
+)
+def test_products_of_few_tokens_equal_float64(tokens: int, rows: int, columns: int, dtype: torch.dtype, close: dict[str, float]) -> None:
+    x, weight = random(2 * tokens, columns, dtype=dtype)[::2], random(2 * rows, columns, dtype=dtype, seed=1) / columns**0.5
+    gate, up = (x.double() @ part.double().t() for part in weight.chunk(2))
+    torch.testing.assert_close(skinny_linear(x, weight, implementation="triton"), torch.cat([gate, up], 1).to(dtype), **close)
+    gated = (gate * gate.sigmoid() * up).to(dtype)
+    for implementation in ("triton", "reference"):
+        torch.testing.assert_close(skinny_gated_linear(x, weight, implementation=implementation), gated, **close)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter's products are those of a BLAS, which sums as it likes")
+def test_a_token_comes_out_the_same_alone_and_in_company() -> None:
+    x, weight = random(16, 520), random(40, 520, seed=1)
+    together = skinny_linear(x, weight, implementation="triton")
+    assert all(torch.equal(skinny_linear(x[i : i + 1], weight, implementation="triton")[0], together[i]) for i in (0, 7, 15))
 
 
 @pytest.mark.parametrize("normalise", [False, True])
@@ -192,7 +218,7 @@ def test_decoding_on_the_kernels_offers_the_logits_of_plain_layers(
         together = decode_logits(speculator, batch, 12, 5, [9, 3])
         assert of(speculator.layers[0].self_attn) is not None
         torch.testing.assert_close(together, plain, rtol=1e-4, atol=1e-4)
-        on_kernels(monkeypatch, layers, "attention_heads", "add_rms_norm", "gated_halves", "joined_norms")
+        on_kernels(monkeypatch, layers, "attention_heads", "add_rms_norm", "joined_norms", "skinny_linear", "skinny_gated_linear")
         for module in (input_fusion, dflash):
             monkeypatch.setattr(module, "attention", attend_few)
         torch.testing.assert_close(decode_logits(speculator, batch, 12, 5, [9, 3]), plain, rtol=1e-4, atol=1e-4)

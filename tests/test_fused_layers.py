@@ -48,7 +48,7 @@ def test_fused_steps_compute_what_the_model_computes(
             torch.testing.assert_close(fused.cpu(), plain, rtol=1e-4, atol=1e-4)
         return
     if kernels:
-        on_kernels(monkeypatch, fused_layers, "attention_heads", "add_rms_norm", "gated_halves")
+        on_kernels(monkeypatch, fused_layers, "attention_heads", "add_rms_norm", "skinny_linear", "skinny_gated_linear")
         monkeypatch.setattr(fused_layers, "attention", attend_few)
     assert fuse(verifier) == verifier.num_layers and fuse_final_norm(verifier._final_norm)
     actual = steps(verifier)

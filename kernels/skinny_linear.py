@@ -1,0 +1,157 @@
+"""Linear maps of a handful of tokens: the weights go past once, at the speed of memory, and little else costs anything.
+
+    skinny_linear          y = x W^T
+    skinny_gated_linear    y = silu(x G^T) * (x U^T), G and U lying together: SwiGLU's gate without a launch of its own
+
+A program streams all columns of a few rows of W through a pipeline of tiles and multiplies them with all tokens at once. Sums run
+over the columns in one order, in float32, whatever the number of tokens: a token comes out the same alone and in company.
+
+Only where a benchmark (`benchmarks/products.py`) found it faster than cuBLAS does it run; see `FASTER`.
+"""
+
+# Triton's kernels are typed by what they are launched with.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from speculators.kernels.dot import dot
+from speculators.kernels.gated_halves import gated_halves
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # no build for this platform: the reference serves it
+    triton = None
+
+__all__ = ["FASTER", "MAX_TOKENS", "skinny_gated_linear", "skinny_linear"]
+
+Implementation = Literal["auto", "reference", "triton"]
+
+MAX_TOKENS = 16  # of one reading of the weights: columns of a matrix product on tensor cores
+# Weights of at least this many bytes, by the compute capability of the device, where the kernel was measured to be faster.
+FASTER: dict[tuple[int, int], int] = {}
+
+_COLUMNS = 256  # of a tile: 512 bytes of a row of W, one after the other
+_STAGES = 4  # tiles on their way
+
+if triton is not None:
+
+    @triton.jit
+    def _skinny_linear_kernel(
+        x,  # [tokens, columns]
+        weight,  # [rows, columns]
+        other_weight,  # [rows, columns], U where `weight` is G
+        out,  # [tokens, rows]
+        tokens,
+        rows,
+        columns,
+        x_stride,
+        TOKENS: tl.constexpr,
+        ROWS: tl.constexpr,
+        COLUMNS: tl.constexpr,
+        EVEN: tl.constexpr,
+        GATED: tl.constexpr,
+    ):
+        """One program a block of rows of W, with GATED those of both halves, and block of tokens."""
+        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+        column = tl.arange(0, COLUMNS)
+        here = row < rows
+        place = tl.minimum(row, rows - 1).to(tl.int64)[:, None] * columns + column[None, :]
+        x_source = x + token[None, :] * x_stride + column[:, None]
+        total = tl.zeros((ROWS, TOKENS), tl.float32)
+        second = tl.zeros((ROWS, TOKENS), tl.float32)
+        for at in range(0, columns, COLUMNS):
+            if EVEN:
+                tile = tl.load(weight + place + at, eviction_policy="evict_first")
+                values = tl.load(x_source + at, mask=token[None, :] < tokens, other=0.0)
+            else:
+                inside = at + column < columns
+                tile = tl.load(weight + place + at, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
+                values = tl.load(x_source + at, mask=(token[None, :] < tokens) & inside[:, None], other=0.0)
+            total += dot(tile, values)
+            if GATED:
+                if EVEN:
+                    tile = tl.load(other_weight + place + at, eviction_policy="evict_first")
+                else:
+                    inside = at + column < columns
+                    tile = tl.load(other_weight + place + at, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
+                second += dot(tile, values)
+        if GATED:
+            # Rounded where two operations would round.
+            kind = out.dtype.element_ty
+            gate = total.to(kind).to(tl.float32)
+            total = (gate * tl.sigmoid(gate)).to(kind).to(tl.float32) * second.to(kind).to(tl.float32)
+        target = out + token[None, :].to(tl.int64) * rows + row[:, None]
+        tl.store(target, total.to(out.dtype.element_ty), mask=here[:, None] & (token[None, :] < tokens))
+
+
+def _block_rows(tokens: int) -> int:
+    """Rows of W a program: few tokens leave the bandwidth to W; more of them, read by every program, want fewer programs."""
+    return 16 if tokens <= 4 else 32
+
+
+def _kernel(x: Tensor, weight: Tensor, gated: bool) -> Tensor:
+    flat = x.reshape(-1, x.shape[-1])
+    flat = flat if flat.stride(1) == 1 else flat.contiguous()
+    tokens, columns = flat.shape
+    rows = len(weight) // 2 if gated else len(weight)
+    out = torch.empty(*x.shape[:-1], rows, dtype=x.dtype, device=x.device)
+    block = _block_rows(tokens)
+    with torch.cuda.device_of(x):
+        _skinny_linear_kernel[(triton.cdiv(rows, block), triton.cdiv(tokens, MAX_TOKENS))](
+            flat, weight, weight[rows:] if gated else weight, out, tokens, rows, columns, flat.stride(0),
+            TOKENS=MAX_TOKENS, ROWS=block, COLUMNS=_COLUMNS, EVEN=columns % _COLUMNS == 0, GATED=gated, num_warps=4, num_stages=_STAGES,
+        )  # fmt: skip
+    return out
+
+
+def _use_kernel(implementation: Implementation, x: Tensor, weight: Tensor) -> bool:
+    if implementation != "auto":
+        return implementation == "triton"
+    if not FASTER or triton is None or not x.is_cuda or torch.is_grad_enabled() or not weight.is_contiguous():
+        return False
+    least = FASTER.get(torch.cuda.get_device_capability(x.device))
+    few = x.numel() <= MAX_TOKENS * x.shape[-1]
+    kind = x.dtype in (torch.bfloat16, torch.float16) and weight.dtype == x.dtype
+    return least is not None and few and kind and weight.numel() * weight.element_size() >= least
+
+
+def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, implementation: Implementation = "auto") -> Tensor:
+    """x W^T + b, `torch.nn.functional.linear`.
+
+    Args:
+        x: [..., in].
+        weight: [out, in], for the kernel contiguous.
+        bias: [out] or None.
+        implementation: "auto" takes the kernel on devices of `FASTER`, for at most 16 tokens and large 16-bit weights, where no
+            gradient is recorded.
+
+    Returns:
+        [..., out].
+    """
+    if not _use_kernel(implementation, x, weight):
+        return F.linear(x, weight, bias)
+    out = _kernel(x, weight, gated=False)
+    return out if bias is None else out + bias
+
+
+def skinny_gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, implementation: Implementation = "auto") -> Tensor:
+    """silu(x G^T + b) * (x U^T + c).
+
+    Args:
+        x: [..., in].
+        weight: [2 * size, in], the rows of G, then those of U.
+        bias: [2 * size] or None; with one, the gate has a launch of its own.
+        implementation: as in `skinny_linear`.
+
+    Returns:
+        [..., size].
+    """
+    if bias is None and _use_kernel(implementation, x, weight):
+        return _kernel(x, weight, gated=True)
+    return gated_halves(skinny_linear(x, weight, bias, implementation=implementation))
