@@ -12,6 +12,7 @@ Only where a benchmark (`benchmarks/products.py`) found it faster than cuBLAS do
 # Triton's kernels are typed by what they are launched with.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -27,16 +28,29 @@ try:
 except ImportError:  # no build for this platform: the reference serves it
     triton = None
 
-__all__ = ["FASTER", "MAX_TOKENS", "skinny_gated_linear", "skinny_linear"]
+__all__ = ["FASTER", "MAX_TOKENS", "Tiles", "skinny_gated_linear", "skinny_linear"]
 
 Implementation = Literal["auto", "reference", "triton"]
 
 MAX_TOKENS = 16  # of one reading of the weights: columns of a matrix product on tensor cores
-# Weights of at least this many bytes, by the compute capability of the device, where the kernel was measured to be faster.
-FASTER: dict[tuple[int, int], int] = {}
+# Where the kernel was measured to be faster: compute capability -> at most so many tokens, weights of at least so many bytes.
+FASTER: dict[tuple[int, int], tuple[int, int]] = {}
 
-_COLUMNS = 256  # of a tile: 512 bytes of a row of W, one after the other
-_STAGES = 4  # tiles on their way
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a program reads: tiles of `rows` by `columns` of W, `stages` of them on their way, by so many warps."""
+
+    rows: int
+    columns: int = 256  # 512 bytes of a row, one after the other
+    stages: int = 4
+    warps: int = 4
+
+    @classmethod
+    def of(cls, tokens: int) -> "Tiles":
+        """Few tokens leave the bandwidth to W; more of them, which every program reads, want fewer programs."""
+        return cls(16 if tokens <= 4 else 32)
+
 
 if triton is not None:
 
@@ -90,22 +104,18 @@ if triton is not None:
         tl.store(target, total.to(out.dtype.element_ty), mask=here[:, None] & (token[None, :] < tokens))
 
 
-def _block_rows(tokens: int) -> int:
-    """Rows of W a program: few tokens leave the bandwidth to W; more of them, read by every program, want fewer programs."""
-    return 16 if tokens <= 4 else 32
-
-
-def _kernel(x: Tensor, weight: Tensor, gated: bool) -> Tensor:
+def _kernel(x: Tensor, weight: Tensor, gated: bool, tiles: Tiles | None) -> Tensor:
     flat = x.reshape(-1, x.shape[-1])
     flat = flat if flat.stride(1) == 1 else flat.contiguous()
     tokens, columns = flat.shape
     rows = len(weight) // 2 if gated else len(weight)
     out = torch.empty(*x.shape[:-1], rows, dtype=x.dtype, device=x.device)
-    block = _block_rows(tokens)
+    tiles = Tiles.of(tokens) if tiles is None else tiles
     with torch.cuda.device_of(x):
-        _skinny_linear_kernel[(triton.cdiv(rows, block), triton.cdiv(tokens, MAX_TOKENS))](
+        _skinny_linear_kernel[(triton.cdiv(rows, tiles.rows), triton.cdiv(tokens, MAX_TOKENS))](
             flat, weight, weight[rows:] if gated else weight, out, tokens, rows, columns, flat.stride(0),
-            TOKENS=MAX_TOKENS, ROWS=block, COLUMNS=_COLUMNS, EVEN=columns % _COLUMNS == 0, GATED=gated, num_warps=4, num_stages=_STAGES,
+            TOKENS=MAX_TOKENS, ROWS=tiles.rows, COLUMNS=tiles.columns, EVEN=columns % tiles.columns == 0, GATED=gated,
+            num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
     return out
 
@@ -115,43 +125,46 @@ def _use_kernel(implementation: Implementation, x: Tensor, weight: Tensor) -> bo
         return implementation == "triton"
     if not FASTER or triton is None or not x.is_cuda or torch.is_grad_enabled() or not weight.is_contiguous():
         return False
-    least = FASTER.get(torch.cuda.get_device_capability(x.device))
-    few = x.numel() <= MAX_TOKENS * x.shape[-1]
+    most_tokens, least_bytes = FASTER.get(torch.cuda.get_device_capability(x.device), (0, 0))
     kind = x.dtype in (torch.bfloat16, torch.float16) and weight.dtype == x.dtype
-    return least is not None and few and kind and weight.numel() * weight.element_size() >= least
+    return kind and x.numel() <= most_tokens * x.shape[-1] and weight.numel() * weight.element_size() >= least_bytes
 
 
-def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, implementation: Implementation = "auto") -> Tensor:
+def skinny_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, implementation: Implementation = "auto", tiles: Tiles | None = None
+) -> Tensor:
     """x W^T + b, `torch.nn.functional.linear`.
 
     Args:
         x: [..., in].
         weight: [out, in], for the kernel contiguous.
         bias: [out] or None.
-        implementation: "auto" takes the kernel on devices of `FASTER`, for at most 16 tokens and large 16-bit weights, where no
-            gradient is recorded.
+        implementation: "auto" takes the kernel for the 16-bit products of `FASTER` where no gradient is recorded.
+        tiles: of the kernel, `Tiles.of` when None.
 
     Returns:
         [..., out].
     """
     if not _use_kernel(implementation, x, weight):
         return F.linear(x, weight, bias)
-    out = _kernel(x, weight, gated=False)
+    out = _kernel(x, weight, False, tiles)
     return out if bias is None else out + bias
 
 
-def skinny_gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, implementation: Implementation = "auto") -> Tensor:
+def skinny_gated_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, implementation: Implementation = "auto", tiles: Tiles | None = None
+) -> Tensor:
     """silu(x G^T + b) * (x U^T + c).
 
     Args:
         x: [..., in].
         weight: [2 * size, in], the rows of G, then those of U.
         bias: [2 * size] or None; with one, the gate has a launch of its own.
-        implementation: as in `skinny_linear`.
+        implementation, tiles: as in `skinny_linear`.
 
     Returns:
         [..., size].
     """
     if bias is None and _use_kernel(implementation, x, weight):
-        return _kernel(x, weight, gated=True)
+        return _kernel(x, weight, True, tiles)
     return gated_halves(skinny_linear(x, weight, bias, implementation=implementation))
