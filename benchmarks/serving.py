@@ -301,8 +301,8 @@ def main() -> None:
     prompts = mixed_prompts(verifier, options.prompts)
     arguments = ["--max-num-seqs", str(max(options.batches)), "--max-num-batched-tokens", str(STEP_TOKENS), *options.arguments]
     configurations, refused = planned(options, arguments)
-    most = max([*options.batches, options.least_prompts])
-    longest = max(map(len, prompts[:most])) + options.max_new_tokens + 64  # drafters stop short of the end
+    used = [ids for batch in options.batches for group in batches_of(prompts, batch, options.least_prompts) for ids in group]
+    longest = max(map(len, used)) + options.max_new_tokens + 64  # drafters stop short of the end
     shared = offline_settings(dtype=options.dtype, max_model_len=longest, sequences=max(options.batches))
     results = run(configurations, str(locate_verifier(options.verifier)), prompts, shared, options)
     for name, sentence in refused.items():
