@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 from tiny_models import tiny_verifier
 from toy_drafters import SequentialTable
 
+from speculators.decoding import engine
 from speculators.decoding.batch import Batch
-from speculators.decoding.engine import generate
+from speculators.decoding.engine import Round, generate
 from speculators.decoding.graph import StaticState
 from speculators.decoding.length_schedules import FixedLength
 from speculators.decoding.prompt_lookup import PromptLookup
@@ -121,6 +123,63 @@ def test_graphs_give_the_tokens_of_eager_rounds(name: str, temperature: float) -
         assert generate(verifier, drafter, prompts, sampling, num_draft_tokens=draft_tokens or None).token_ids == expected
     graphs = next(iter(verifier.prepared_batches.values())).graphs
     assert graphs._graphs, "rounds were captured"
+
+
+class Counting(FixedLength):
+    """Counts what the engine asks and tells it."""
+
+    def __init__(self) -> None:
+        self.asked = self.told = self.most_ahead = 0
+
+    def draft_tokens(self, limit: int) -> int:
+        self.asked += 1
+        self.most_ahead = max(self.most_ahead, self.asked // 2 - self.told)  # a round asks for its shape, and to draft
+        return limit
+
+    def record(self, rounds: Sequence[Round]) -> None:
+        self.told += 1
+
+
+@pytest.mark.parametrize("name", ["plain", "prompt lookup", *METHODS])
+@pytest.mark.parametrize("stop", [(), tuple(range(0, 300, 9))], ids=["to the end", "with stop tokens"])
+def test_the_engine_launches_a_round_ahead_and_gives_the_same_replies(
+    name: str, stop: tuple[int, ...], verifier: Verifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter, sampling = drafter_of(name, verifier), SamplingParams(max_new_tokens=20, stop_token_ids=stop)
+    draft_tokens = 0 if drafter is None else 3
+    expected = generate(verifier, drafter, PROMPTS, sampling, num_draft_tokens=draft_tokens or None)
+    schedule = Counting()
+
+    def static(verifier: Verifier, drafter: Drafter | None, prompts: Sequence[Sequence[int]], *arguments: Any) -> Batch:
+        batch = Batch(verifier, drafter, prompts, sampling, draft_tokens, schedule, max_length=64)
+        batch.use_static_buffers(capture=False)
+        return batch
+
+    monkeypatch.setattr(engine, "prepare", static)
+    monkeypatch.setattr(engine, "choose_schedule", lambda *arguments: schedule)
+    decoded = generate(verifier, drafter, PROMPTS, sampling, num_draft_tokens=draft_tokens or None)
+    assert decoded.token_ids == expected.token_ids
+    assert decoded.finish_reasons == expected.finish_reasons
+    assert [sum(r.emitted for r in row) for row in decoded.rounds] == [len(reply) - 1 for reply in expected.token_ids]
+    assert schedule.told == decoded.verify_forwards
+    if drafter is not None:
+        assert schedule.most_ahead == 2, "a round that runs, and one ahead of it"
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_first_round_after_a_prompt_has_the_shapes_of_all_others(name: str, verifier: Verifier) -> None:
+    drafter, seen = drafter_of(name, verifier), []
+    for prompts in (PROMPTS, OTHER_PROMPTS):
+        with torch.inference_mode():
+            batch = Batch(verifier, drafter, prompts, SamplingParams(max_new_tokens=12), 3, FixedLength(), max_length=64)
+            batch.use_static_buffers(capture=False)
+            batch.prefill(prompts)
+            for longest in (11, 15):
+                batch.longest = longest
+                batch.next_round()
+        seen.append(batch.graphs._seen if batch.graphs else None)
+    assert seen[0] == seen[1]
+    assert len(seen[0] or ()) == 1
 
 
 def test_a_batch_without_static_buffers_runs_as_it_is(verifier: Verifier) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ class RoundResult:
 
     tokens: [rows, width + 1], the accepted drafts, then the next token, then padding. proposed, accepted, emitted: [rows],
     as in `Round`. stopped: [rows] bool, ended by a stop token now. finished: [rows] bool, ended now or before.
+    packed: [rows, width + 6] int64, proposed, accepted, emitted, stopped, finished and tokens side by side, for one transfer.
     """
 
     tokens: Tensor
@@ -47,6 +49,29 @@ class RoundResult:
     emitted: Tensor
     stopped: Tensor
     finished: Tensor
+    packed: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        counts = [self.proposed, self.accepted, self.emitted, self.stopped.long(), self.finished.long()]
+        object.__setattr__(self, "packed", torch.cat([torch.stack(counts, dim=1), self.tokens], dim=1))
+
+
+class Arriving:
+    """A round's results on their way to the host, which need not wait for them before it launches the next round."""
+
+    def __init__(self, result: RoundResult) -> None:
+        self.width = result.tokens.shape[1]  # the most tokens that a row can have got
+        self._packed = result.packed.to("cpu", non_blocking=True)  # pinned memory of its own where it comes from a GPU
+        self._arrived: torch.cuda.Event | None = None
+        if result.packed.is_cuda:
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def rows(self) -> list[list[int]]:
+        """`RoundResult.packed`; waits for it."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return cast("list[list[int]]", self._packed.tolist())
 
 
 class Batch:
@@ -113,7 +138,17 @@ class Batch:
             following.scatter_(1, lengths[:, None] - 1, self.anchor[:, None])
             self.cache.lengths = start + counts
             self.longest = min(width, start_column + piece_width)
-            self._observe(token_ids[:, piece], following[:, piece], output.hidden_states, start, counts)
+            observed = token_ids[:, piece], following[:, piece], output.hidden_states
+            if self.graphs is not None and start_column + piece_width >= width:
+                # The last tokens apart, as many as a round observes: the first round then finds the shapes of all later ones.
+                columns = torch.arange(self.draft_tokens + 1, device=device)
+                before = (counts - len(columns)).clamp(min=0)
+                self._observe(*observed, start, before)
+                at = (before[:, None] + columns).clamp(max=observed[0].shape[1] - 1)
+                hidden = observed[2].gather(1, at[..., None].expand(-1, -1, observed[2].shape[2]))
+                observed = observed[0].gather(1, at), observed[1].gather(1, at), hidden
+                start, counts = start + before, counts - before
+            self._observe(*observed, start, counts)
         return self._commit(self.anchor[:, None], torch.zeros_like(self.anchor), torch.zeros_like(self.anchor))
 
     # -- rounds over static buffers --------------------------------------------------------------------------

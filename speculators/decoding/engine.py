@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 from speculators.decoding.arguments import AUTO, check_draft_tokens, check_prompts, choose_schedule
-from speculators.decoding.batch import prepare
+from speculators.decoding.batch import Arriving, prepare
 from speculators.decoding.length_schedules import LengthSchedule
 from speculators.decoding.proposal import Drafter
 from speculators.decoding.replies import OnTokens, Replies
@@ -90,19 +90,30 @@ def generate(
     started = time.perf_counter()
     batch = prepare(verifier, drafter, prompts, sampling, draft_tokens, chosen)
     replies = Replies(len(prompts), on_tokens)
-    replies.add(batch.prefill(prompts), prefill=True)
+    replies.add(Arriving(batch.prefill(prompts)), prefill=True)
     decoding_started = _now(verifier.device)
     forwards = 0
+    running: Arriving | None = None
     while replies.active:
         # The anchor is a token of the reply, but not yet in the cache.
-        batch.longest = max(len(prompt) + len(reply) - 1 for prompt, reply in zip(prompts, replies.token_ids, strict=True))
-        chosen.record(replies.add(batch.next_round()))
+        known = max(len(prompt) + len(reply) - 1 for prompt, reply in zip(prompts, replies.token_ids, strict=True))
+        if running is None:
+            batch.longest = known
+            running = Arriving(batch.next_round())
+        ahead = None
+        # A graph reads nothing from the host: the next round starts before the host has looked at this one, unless this one must
+        # be the last. Where stop tokens end it after all, the round ahead emits nothing.
+        if batch.graphs is not None and replies.shortest + running.width < sampling.max_new_tokens:
+            batch.longest = known + running.width
+            ahead = Arriving(batch.next_round())
+        chosen.record(replies.add(running))
+        running = ahead
         forwards += 1
     return Generation(
         token_ids=replies.token_ids,
         rounds=replies.rounds,
         finish_reasons=replies.finish_reasons,
-        seconds=_now(verifier.device) - decoding_started,
+        seconds=time.perf_counter() - decoding_started,  # the last tokens are on the host
         prefill_seconds=decoding_started - started,
         verify_forwards=forwards,
     )

@@ -5,8 +5,7 @@ when it was captured and leave its results there. `StaticState` does that for an
 rounds reassign, in the batch, its cache and the drafter's state, and moves new values into the buffers at a round's end.
 
 Graphs are captured when a shape first occurs: the number of drafts, the cached positions that attention reads (rounded up) and
-whatever shapes the draft state has. Each shape runs once eagerly before that, as the first round after every prefill does,
-whose observation is as wide as the prompt.
+whatever shapes the draft state has. Each shape runs once eagerly before that.
 """
 
 from __future__ import annotations

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-
-from speculators.decoding.batch import RoundResult
+from speculators.decoding.batch import Arriving
 from speculators.decoding.statistics import Round
 
 OnTokens = Callable[[int, list[int]], None]
@@ -32,11 +30,15 @@ class Replies:
         """Whether any row is unfinished."""
         return "" in self.finish_reasons
 
-    def add(self, result: RoundResult, *, prefill: bool = False) -> list[Round]:
+    @property
+    def shortest(self) -> int:
+        """Tokens of the shortest reply that is not finished."""
+        return min(len(reply) for reply, reason in zip(self.token_ids, self.finish_reasons, strict=True) if not reason)
+
+    def add(self, arriving: Arriving, *, prefill: bool = False) -> list[Round]:
         """Append what a round emitted; the prefill's token belongs to no round. Returns the rows' rounds, if they were active."""
         added = []
-        counts = torch.stack([result.proposed, result.accepted, result.emitted, result.stopped.long(), result.finished.long()], dim=1)
-        for row, (proposed, accepted, emitted, stopped, finished, *tokens) in enumerate(torch.cat([counts, result.tokens], dim=1).tolist()):
+        for row, (proposed, accepted, emitted, stopped, finished, *tokens) in enumerate(arriving.rows()):
             if self.finish_reasons[row]:
                 continue
             self.token_ids[row] += tokens[:emitted]
