@@ -357,6 +357,7 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true", help="tiny shapes on the CPU")
     parser.add_argument("--no-verifier", action="store_true", help="leave out the rows with a real verifier")
     parser.add_argument("--kill", action="store_true", help="also kill and resume a run on the second number of GPUs")
+    parser.add_argument("--no-steps", action="store_true", help="leave the timed steps out, with --kill")
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, help=argparse.SUPPRESS)
@@ -379,7 +380,7 @@ def main() -> None:
     report = Report("Training on several GPUs" + (" (tiny shapes on the CPU: a rehearsal, not a measurement)" if args.cpu else ""), device)
     alone: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as scratch:
-        for gpus in args.gpus:
+        for gpus in [] if args.no_steps else args.gpus:
             figures = Path(scratch) / f"{gpus}.json"
             if launch(gpus, "--measure", figures).wait():
                 report.add("failed", None, gpus=gpus)
