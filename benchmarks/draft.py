@@ -180,18 +180,42 @@ def measure_shape(name: str, options: argparse.Namespace, device: torch.device, 
                     if context == options.contexts[0]:
                         times[method, layers, k, batch] = timing.milliseconds
         if speculator.method == "dspark":
-            measure_head(speculator, name, options, device, report)
+            measure_head(speculator, name, options, device, report, times)
+    compare(name, times, options, report)
     return times
 
 
-def measure_head(speculator: Speculator, name: str, options: argparse.Namespace, device: torch.device, report: Report) -> None:
-    """DSpark's round without its sequential head, to tell what the head costs."""
+def compare(name: str, times: dict[tuple[str, int, int, int], float], options: argparse.Namespace, report: Report) -> None:
+    """What one parallel pass saves: rounds of other lengths and of EAGLE-3, as ratios."""
+    for what, above, below in (
+        ("P-EAGLE, K = 8 / K = 1", ("peagle", 4, 8), ("peagle", 4, 1)),
+        ("EAGLE-3 of 1 layer / P-EAGLE, K = 7", ("eagle3", 1, 7), ("peagle", 4, 7)),
+        ("EAGLE-3 of 4 layers / P-EAGLE, K = 7", ("eagle3", 4, 7), ("peagle", 4, 7)),
+    ):
+        for batch in options.batches:
+            if (*above, batch) in times and (*below, batch) in times:
+                ratio = times[*above, batch] / times[*below, batch]
+                report.add(what, None, shape=name, batch=batch, context=options.contexts[0], ratio=ratio)
+
+
+def measure_head(
+    speculator: Speculator,
+    name: str,
+    options: argparse.Namespace,
+    device: torch.device,
+    report: Report,
+    times: dict[tuple[str, int, int, int], float],
+) -> None:
+    """DSpark's round without its sequential head, to tell what share of the round the head is."""
     head = speculator.markov_head
     speculator.markov_head = None  # type: ignore[assignment]
     confidence, speculator.confidence_head = speculator.confidence_head, None  # type: ignore[assignment]
     for k in options.ks:
         timing = measure(draft_round(speculator, 1, options.contexts[0], k), device=device, repetitions=options.repetitions, graph=True)
-        report.add("dspark without sequential head", timing, shape=name, layers=5, k=k, batch=1, context=options.contexts[0])
+        facts: dict[str, Any] = {"shape": name, "layers": 5, "k": k, "batch": 1, "context": options.contexts[0]}
+        if whole := times.get(("dspark", 5, k, 1)):
+            facts["head_share"] = 1 - timing.milliseconds / whole
+        report.add("dspark without sequential head", timing, **facts)
     speculator.markov_head, speculator.confidence_head = head, confidence
 
 
