@@ -125,7 +125,7 @@ def joined_norms(
     """Norm two tensors each by itself and lay them side by side. The reference is differentiable, the kernel is not.
 
     Args:
-        first, second: [..., size] of one shape and dtype.
+        first, second: [..., size] of one shape.
         first_weight, second_weight: [size] of their norms.
         first_epsilon, second_epsilon: of their norms.
         implementation: as in `add_rms_norm`.
@@ -136,7 +136,8 @@ def joined_norms(
     if not _use_kernel(implementation, first):
         return torch.cat([_norm(first, first_weight, first_epsilon), _norm(second, second_weight, second_epsilon)], dim=-1)
     left, right, size = _tokens(first), _tokens(second), first.shape[-1]
-    out = torch.empty(*first.shape[:-1], 2 * size, dtype=first.dtype, device=first.device)
+    kind = torch.promote_types(first.dtype, second.dtype)
+    out = torch.empty(*first.shape[:-1], 2 * size, dtype=kind, device=first.device)
     with torch.cuda.device_of(first):
         _joined_norms_kernel[(len(left), 2)](
             left, right, first_weight, second_weight, out, left.stride(0), right.stride(0), size, first_epsilon, second_epsilon,
