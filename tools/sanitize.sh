@@ -24,7 +24,7 @@ block_attention       longer-blocks or no-context or window-causal or in_bfloat1
 distillation_loss     4097 and (plain or rank+reduced or head_bias+rank) or bfloat16_inputs and rank+softcap-triton or weight_zero and triton
 partitioning          test_a_gpu and autocast and (segments or dspark)
 projection            gate_kernels
-decoding_kernels      norms_equal or gate_equals or heads_and_cache or likeliest_token
+decoding_kernels      norms_equal or gate_equals or heads_and_cache or likeliest_token or products_of_few
 fused_layers          fused_steps_compute and kernels
 draft_attention       kernels_equal or never_read or sees_nothing
 draft_inputs          kernel_equals
