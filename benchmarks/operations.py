@@ -1,11 +1,13 @@
 """Every decoding kernel against its reference, at the shapes of a Qwen3-8B drafter, beside its floor.
 
-    python benchmarks/kernels.py --output benchmarks/results/kernels_h200
-    python benchmarks/kernels.py --tiny --repetitions 2        # a dry run: the references alone on a machine without a GPU
+    python benchmarks/operations.py --output benchmarks/results/operations_h200
+    python benchmarks/operations.py --tiny --repetitions 2        # a dry run: the references alone on a machine without a GPU
 
 All sides run in CUDA graphs on a cold cache: the kernel, the reference in PyTorch's own operations, the reference through
-torch.compile, and, where vLLM is installed, its counterparts (`vllm_kernels.py`). `times_faster` compares the kernel with the
+torch.compile, and, where vLLM is installed, its counterparts (`vllm_operations.py`). `times_faster` compares the kernel with the
 fastest other side that does the same work. The training kernels have a benchmark of their own.
+
+The file is not called kernels.py, since transformers imports a package of that name where it finds one.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import vllm_kernels
+import vllm_operations
 from harness import Report, Timing, Work, measure, measured_ceilings
 from torch import Tensor
 
@@ -55,7 +57,7 @@ TINY = Sizes(64, 301, 300, 4, 2, 16, 2, 8, 3, 40)
 class Case:
     """One operation at one shape: `run` by either implementation, the least it must do, and what it runs on.
 
-    `inputs` are the arguments of the operation's counterpart in `vllm_kernels`.
+    `inputs` are the arguments of the operation's counterpart in `vllm_operations`.
     """
 
     name: str
@@ -245,13 +247,13 @@ def add_vllm(report: Report, kernels: list[tuple[Case, dict[str, Any]]], device:
 
     They come last: importing vLLM changes settings of torch.compile.
     """
-    if (reason := vllm_kernels.unavailable()) is not None:
+    if (reason := vllm_operations.unavailable()) is not None:
         print(reason, flush=True)
         return
     for case, ours in kernels:
         others, added = [ours["milliseconds"] * ours["times_faster"]], []
         try:
-            found = vllm_kernels.counterparts(case.operation, case.inputs)
+            found = vllm_operations.counterparts(case.operation, case.inputs)
         except Exception as error:  # another release may have moved what is imported
             added.append(report.add(case.name, None, rows=case.rows, side="vLLM", note=_first_line(error)))
             found = []

@@ -1,4 +1,4 @@
-"""vLLM's counterparts of the decoding kernels, on the inputs that `kernels.py` gives to ours.
+"""vLLM's counterparts of the decoding kernels, on the inputs that `operations.py` gives to ours.
 
 Written against vLLM 0.26.0, whose functions are called as its drafters call them; the lines between two of its kernels are
 PyTorch operations there and here. Where a counterpart does other work than our kernel, `difference` says what.
