@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 # Larger than the L2 cache of an H200 (50 MB): written between repetitions, it makes each of them find a cold cache.
+_BUSY_CYCLES = 1_000_000  # about half a millisecond
 _FLUSH_BYTES = 256 << 20
 # Packages whose versions decide what was measured.
 _PACKAGES = ("torch", "triton", "transformers", "liger-kernel", "speculators", "unified-speculators")
@@ -133,12 +134,14 @@ def measure(
     peak = 0
     for _ in range(repetitions):
         prepare()
-        if flush is not None:
-            flush.zero_()
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        # The device is busy while the host launches all that follows: events then bracket the work, not the host's launches.
+        torch.cuda._sleep(_BUSY_CYCLES)
+        if flush is not None:
+            flush.zero_()
         begin.record()
         function()
         end.record()
