@@ -26,8 +26,8 @@ from typing import Any
 import torch
 
 # Larger than the L2 cache of an H200 (50 MB): written between repetitions, it makes each of them find a cold cache.
-_BUSY_CYCLES = 1_000_000  # about half a millisecond
 _FLUSH_BYTES = 256 << 20
+_BUSY_CYCLES = 1_000_000  # about half a millisecond
 # Packages whose versions decide what was measured.
 _PACKAGES = ("torch", "triton", "transformers", "liger-kernel", "speculators", "unified-speculators")
 
