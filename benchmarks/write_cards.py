@@ -19,7 +19,7 @@ from speculators.evaluation.runs import Run
 FOLDER = Path("checkpoints/smollm2-135m-instruct")
 COMMAND = (
     "python benchmarks/train_default_drafters.py train --methods {method} --data checkpoints/smollm2-135m-instruct/data"
-    " --tuned checkpoints/smollm2-135m-instruct/training --steps 4700 --seconds {seconds:.0f} --output build/drafters"
+    " --init-from build/first --seconds {seconds:.0f} --output build/drafters"
 )
 DATA = (
     "Self-synthesised: the verifier wrote every question (mathematics, code, chat; a few seed words open each) and every answer, "
@@ -48,7 +48,7 @@ def main() -> None:
     verifier = Verifier.from_pretrained(FOLDER.name, dtype=torch.bfloat16, device="cpu")
     runs = load_folder(RAW_FOLDER)
     for path in sorted((FOLDER / "training").glob("train-*.jsonl")):
-        run = json.loads(path.read_text().splitlines()[-1])
+        first, run = (json.loads(line) for line in path.read_text().splitlines())
         method = run["method"]
         lengths = run["teacher_forced"]
         card = ModelCard(
@@ -59,14 +59,16 @@ def main() -> None:
             training_command=COMMAND.format(method=method, seconds=run["seconds"]),
             data=DATA,
             tokens=run["reply_tokens"],
-            steps=run["steps"],
-            seconds=run["seconds"],
-            hardware=f"one {run['device']}, shared with a second training run",
+            steps=first["steps"] + run["steps"],
+            seconds=first["seconds"] + run["seconds"],
+            hardware=f"one {run['device']}",
             seed=run["seed"],
             acceptance=acceptance(runs, method),
-            notes=f"{run['tokens_seen']:,} packed tokens were seen. Optimizer {run['optimizer']}, learning rate {run['learning_rate']:g},"
-            " the best of three (`../training/tune-*.jsonl`, 150 steps each). On held-out conversations the acceptance length is"
-            f" {lengths['acceptance_length']:.2f} sampled and {lengths['greedy_acceptance_length']:.2f} greedy (teacher-forced).",
+            notes=f"Two runs (`../training`): the first over {first['reply_tokens']:,} reply tokens, the second, from its weights,"
+            f" over all. {first['tokens_seen'] + run['tokens_seen']:,} packed tokens were seen. Optimizer {run['optimizer']}, learning rate"
+            f" {run['learning_rate']:g}, the best of three (`../training/tune-*.jsonl`, 150 steps each). On held-out conversations the"
+            f" acceptance length is {lengths['acceptance_length']:.2f} sampled and {lengths['greedy_acceptance_length']:.2f} greedy"
+            " (teacher-forced).",
         )
         speculator = Speculator.from_pretrained(FOLDER / method, verifier.weights, dtype=torch.bfloat16)
         save(speculator, FOLDER / method, form="compact", card=card, max_shard_bytes=15_000_000)

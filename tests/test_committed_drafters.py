@@ -27,7 +27,7 @@ METHODS = ("dflash", "dspark", "eagle3", "peagle")
 def test_no_training_row_shares_thirteen_tokens_or_words_with_a_benchmark_prompt(default_verifier: Verifier) -> None:
     conversations, header = load_conversations(DRAFTERS / "data")
     assert len(PROMPTS) == 4
-    assert len(conversations) == header["conversations"] == 33_902
+    assert len(conversations) == header["conversations"] == 74_244
     index = PromptIndex.from_prompt_files(PROMPTS, default_verifier)
     assert not any(index.overlaps(conversation) for conversation in conversations)
     # The check can fail: each benchmark's own first prompt is found.
@@ -41,7 +41,7 @@ def test_no_training_row_shares_thirteen_tokens_or_words_with_a_benchmark_prompt
 def test_a_committed_drafter_is_small_and_keeps_the_contract(method: str) -> None:
     folder = DRAFTERS / method
     sizes = [file.stat().st_size for file in folder.glob("*.safetensors")]
-    assert sum(sizes) <= 24_000_000
+    assert sum(sizes) <= 32_000_000
     assert max(sizes) <= 16_000_000
     config = read_config(folder)
     assert config.tapped_layers == [2, 15, 27]
@@ -50,8 +50,9 @@ def test_a_committed_drafter_is_small_and_keeps_the_contract(method: str) -> Non
 
 
 def test_all_committed_drafters_saw_the_same_data() -> None:
-    runs = [json.loads((DRAFTERS / "training" / f"train-{method}.jsonl").read_text()) for method in METHODS]
-    assert {(run["rows"], run["reply_tokens"], run["seed"]) for run in runs} == {(18910, 5523952, 0)}
+    logs = [(DRAFTERS / "training" / f"train-{method}.jsonl").read_text().splitlines() for method in METHODS]
+    runs = [[(run["rows"], run["reply_tokens"], run["seed"]) for run in map(json.loads, log)] for log in logs]
+    assert runs == [[(18910, 5523952, 0), (41222, 12070286, 0)]] * len(METHODS)
 
 
 @pytest.mark.parametrize("method", METHODS)
