@@ -21,7 +21,7 @@ import numpy as np
 from speculators.cli.common import load_drafter, load_verifier
 from speculators.data.prompts import read_prompts
 from speculators.decoding.engine import AUTO, generate
-from speculators.decoding.profiler import measure, widths
+from speculators.decoding.profiler import RowLengths, measure, widths
 from speculators.decoding.proposal import Drafter
 from speculators.decoding.sampling import SamplingParams
 from speculators.decoding.statistics import Round, conditional_acceptance_by_position
@@ -75,8 +75,9 @@ def measure_batch(
     plain = timed(verifier, None, prompts, sampling, None, repeats)
     fixed = {k: timed(verifier, drafter, prompts, sampling, k, repeats) for k in ks}
     auto = timed(verifier, drafter, prompts, sampling, AUTO, repeats)
-    times = measure(verifier, drafter, (rows,), widths(most), sampling)
-    plain_times = measure(verifier, None, (rows,), (0,), sampling)
+    lengths = RowLengths.of(prompts, sampling)
+    times = measure(verifier, drafter, (rows,), widths(most), sampling, lengths)
+    plain_times = measure(verifier, None, (rows,), (0,), sampling, lengths)
     acceptance = conditional_acceptance_by_position(fixed[most].rounds)[:most]
     profile = DrafterProfile("measured", np.array([acceptance]), times)
     expected = {f"fixed:{k}": predicted(profile, f"fixed:{k}", rows, sampling.max_new_tokens - 1) for k in ks}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from tiny_models import tiny_verifier
 from toy_drafters import SequentialTable
 
-from speculators.decoding import engine
+from speculators.decoding import engine, graph
 from speculators.decoding.batch import Batch
 from speculators.decoding.engine import Round, generate
 from speculators.decoding.graph import StaticState
@@ -180,6 +181,18 @@ def test_the_first_round_after_a_prompt_has_the_shapes_of_all_others(name: str, 
         seen.append(batch.graphs._seen if batch.graphs else None)
     assert seen[0] == seen[1]
     assert len(seen[0] or ()) == 1
+
+
+def test_prepared_batches_leave_oldest_first_beyond_their_number_and_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache: OrderedDict[Any, int] = OrderedDict()
+    device = torch.device("cpu")
+    for key in range(graph.MAX_BATCHES + 1):
+        assert graph.reusable(cache, key, lambda key=key: key, device) == key
+    assert list(cache) == [1, 2, 3, 4]
+    graph.reusable(cache, 2, lambda: pytest.fail("made again"), device)
+    monkeypatch.setattr(graph, "_free_share", lambda device: 0.1 + 0.3 * (4 - len(cache)))  # each holds 0.3 of the device
+    graph.reusable(cache, 5, lambda: 5, device)
+    assert list(cache) == [4, 2, 5], "made room to half of the device, the one used last stayed"
 
 
 def test_a_batch_without_static_buffers_runs_as_it_is(verifier: Verifier) -> None:

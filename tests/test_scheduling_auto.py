@@ -94,26 +94,34 @@ def test_step_times_are_measured_once_and_again_when_what_they_depend_on_changes
     verifier: Verifier, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter = BlockTable(VOCABULARY)
-    first = profiler.step_times(verifier, drafter, 2, 5, SAMPLING)
+    two, three = PROMPTS[:2], PROMPTS[:3]
+    first = profiler.step_times(verifier, drafter, 5, two, SAMPLING)
     assert first.rows == (2,) and first.drafts == (0, 1, 2, 4, 5)
     assert first.draft_seconds[0][0] == 0 and all(
         seconds > 0 for line in (*first.verify_seconds, first.draft_seconds[0][1:]) for seconds in line
     )
     assert len(list(cache.iterdir())) == 1
     others = [
-        (verifier, drafter, 3, 5, SAMPLING),
-        (verifier, drafter, 2, 6, SAMPLING),
-        (verifier, SequentialTable(VOCABULARY), 2, 5, SAMPLING),
-        (verifier, drafter, 2, 5, SamplingParams(temperature=1.0)),
-        (tiny_verifier("llama", vocab_size=VOCABULARY, layers=1), drafter, 2, 5, SAMPLING),
+        (verifier, drafter, 5, three, SAMPLING),
+        (verifier, drafter, 6, two, SAMPLING),
+        (verifier, SequentialTable(VOCABULARY), 5, two, SAMPLING),
+        (verifier, drafter, 5, two, SamplingParams(temperature=1.0)),
+        (verifier, drafter, 5, [[1] * 120, [1] * 100], SAMPLING),
+        (tiny_verifier("llama", vocab_size=VOCABULARY, layers=1), drafter, 5, two, SAMPLING),
     ]
     for arguments in others:
         profiler.step_times(*arguments)
     assert len(list(cache.iterdir())) == 1 + len(others)
     monkeypatch.setattr(profiler, "measure", lambda *arguments: pytest.fail("measured again"))
-    assert profiler.step_times(verifier, drafter, 2, 5, SAMPLING) == first
+    assert profiler.step_times(verifier, drafter, 5, two, SAMPLING) == first
     # Seeds, budgets and thresholds do not change what a round costs.
-    assert profiler.step_times(verifier, drafter, 2, 5, SamplingParams(seed=3, max_new_tokens=7)) == first
+    assert profiler.step_times(verifier, drafter, 5, two, SamplingParams(seed=3, max_new_tokens=7)) == first
+
+
+def test_rows_are_measured_at_the_length_that_they_have_in_the_middle_of_their_replies() -> None:
+    prompts = [[1] * 100, [1] * 300, [1] * 800]
+    assert profiler.RowLengths.of(prompts, SamplingParams(max_new_tokens=200)) == profiler.RowLengths(typical=512, longest=1024)
+    assert profiler.RowLengths.of(prompts[:1], SamplingParams(max_new_tokens=20)) == profiler.RowLengths(typical=128, longest=512)
 
 
 def test_an_unusable_cache_costs_a_measurement_and_no_error(
@@ -121,7 +129,9 @@ def test_an_unusable_cache_costs_a_measurement_and_no_error(
 ) -> None:
     cache.mkdir()
     drafter = BlockTable(VOCABULARY)
-    file = cache / f"{profiler._digest(profiler.identity(verifier, drafter, 4, 4, SAMPLING))}.json"
+    file = (
+        cache / f"{profiler._digest(profiler.identity(verifier, drafter, 4, profiler.RowLengths.of(PROMPTS, SAMPLING), 4, SAMPLING))}.json"
+    )
     file.write_text("{}")
     assert generate(verifier, drafter, PROMPTS, SAMPLING, num_draft_tokens="auto").token_ids == plain
     assert StepTimes.load(file).rows == (4,), "damaged, measured again and replaced"
@@ -135,5 +145,5 @@ def test_measuring_leaves_torchs_random_numbers_alone(verifier: Verifier) -> Non
     torch.manual_seed(0)
     expected = torch.rand(1)
     torch.manual_seed(0)
-    profiler.step_times(verifier, BlockTable(VOCABULARY), 1, 2, SAMPLING)
+    profiler.step_times(verifier, BlockTable(VOCABULARY), 2, PROMPTS[:1], SAMPLING)
     assert torch.equal(torch.rand(1), expected)

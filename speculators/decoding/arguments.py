@@ -42,8 +42,8 @@ def check_draft_tokens(drafter: Drafter | None, requested: int | Literal["auto"]
 def choose_schedule(
     verifier: Verifier,
     drafter: Drafter | None,
+    prompts: Sequence[Sequence[int]],
     sampling: SamplingParams,
-    rows: int,
     requested: int | Literal["auto"] | None,
     confidence_threshold: float,
     schedule: LengthSchedule | None,
@@ -70,8 +70,8 @@ def choose_schedule(
         limit = check_draft_tokens(drafter, requested)
         calibration = calibration_for(drafter, sampling.temperature)
         return AutoLength.from_step_times(
-            step_times(verifier, drafter, rows, limit, sampling),
-            rows,
+            step_times(verifier, drafter, limit, prompts, sampling),
+            len(prompts),
             limit,
             () if calibration is None else calibration.acceptance,
             # Uncalibrated confidence is no probability to pay by, and off the CPU reading it costs a synchronisation.

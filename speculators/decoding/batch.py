@@ -340,7 +340,7 @@ def prepare(
         return batch
 
     key = (id(drafter), len(prompts), max_length, sampling, draft_tokens)
-    batch = reusable(verifier.prepared_batches, key, make)
+    batch = reusable(verifier.prepared_batches, key, make, verifier.device)
     batch.schedule = schedule
     batch.state.reset()
     return batch

@@ -86,7 +86,7 @@ def generate(
     """
     check_prompts(verifier, prompts, sampling)
     draft_tokens = check_draft_tokens(drafter, num_draft_tokens)
-    chosen = choose_schedule(verifier, drafter, sampling, len(prompts), num_draft_tokens, confidence_threshold, schedule)
+    chosen = choose_schedule(verifier, drafter, prompts, sampling, num_draft_tokens, confidence_threshold, schedule)
     started = time.perf_counter()
     batch = prepare(verifier, drafter, prompts, sampling, draft_tokens, chosen)
     replies = Replies(len(prompts), on_tokens)

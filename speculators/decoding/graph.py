@@ -27,8 +27,9 @@ Result = TypeVar("Result")
 LENGTH_MULTIPLE = 512
 # Graphs of one batch. Each keeps the activations of a round, in a pool that all of them share.
 MAX_GRAPHS = 16
-# Batches whose buffers and graphs wait for the next call with the same shapes.
+# Batches whose buffers and graphs wait for the next call with the same shapes: so many, and while so much of the device is free.
 MAX_BATCHES = 4
+FREE_SHARE = 0.5
 
 
 class StaticState:
@@ -168,15 +169,27 @@ class GraphedRounds:
         self._state.place(placement)
 
 
-def reusable(cache: OrderedDict[Hashable, Any], key: Hashable, make: Callable[[], Result]) -> Result:
-    """What the cache holds under a key, made where it holds nothing. The least recently used entries leave beyond `MAX_BATCHES`."""
+def reusable(cache: OrderedDict[Hashable, Any], key: Hashable, make: Callable[[], Result], device: torch.device) -> Result:
+    """What the cache holds under a key, made where it holds nothing.
+
+    The least recently used entries leave beyond `MAX_BATCHES`, and earlier where the device has less than `FREE_SHARE` of its
+    memory free for the new one.
+    """
     if key not in cache:
-        while len(cache) >= MAX_BATCHES:
+        while cache and (len(cache) >= MAX_BATCHES or _free_share(device) < FREE_SHARE):
             cache.popitem(last=False)
         cache[key] = make()
     cache.move_to_end(key)
     made: Result = cache[key]
     return made
+
+
+def _free_share(device: torch.device) -> float:
+    """Of a device's memory, what this process could still take; 1 for the CPU."""
+    if device.type != "cuda":
+        return 1.0
+    free, total = torch.cuda.mem_get_info(device)
+    return (free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)) / total
 
 
 def _followed(value: Any) -> bool:

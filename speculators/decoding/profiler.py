@@ -1,7 +1,7 @@
 """Measures how long this machine takes for a round, once, and keeps it in the cache folder for every later run.
 
 The curve belongs to everything it depends on: processor or accelerator, threads, library versions, both models with their
-dtype, batch size, drafts, and whether decoding is greedy. If one of them changes, it is measured anew.
+dtype, batch size, drafts, how long the rows are, and whether decoding is greedy. If one of them changes, it is measured anew.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Self
 
 import torch
 from pydantic import BaseModel
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from speculators.data.default_verifier import cache_folder
 from speculators.decoding.batch import prepare
+from speculators.decoding.graph import LENGTH_MULTIPLE
 from speculators.decoding.length_schedules import FixedLength
 from speculators.decoding.proposal import Drafter
 from speculators.decoding.sampling import SamplingParams
@@ -34,7 +36,8 @@ from speculators.verifier import Verifier
 logger = logging.getLogger(__name__)
 
 FOLDER = "step-times"
-CONTEXT = 64  # tokens of the made-up prompts
+# The most tokens of a made-up prompt: elsewhere running it would take longer than what is measured.
+LONGEST_PROMPT = {"cuda": 4096}
 REPEATS = 3
 IN_A_ROW = 5  # graphs that are launched one behind the other and timed together
 # Rounds before those that are timed: buffers and kernels of the shape, then on CUDA its graph.
@@ -43,18 +46,41 @@ WARM_UP = {"cuda": 3}
 ENOUGH_SECONDS = 1.0
 
 
-def step_times(verifier: Verifier, drafter: Drafter, rows: int, max_drafts: int, sampling: SamplingParams) -> StepTimes:
-    """Step times of a batch of `rows` rows up to `max_drafts` drafts: from the cache folder, else measured and kept there.
+@dataclass(frozen=True)
+class RowLengths:
+    """How long the rows of a batch are, rounded so that similar batches share their measurement.
+
+    Attributes:
+        typical: tokens of the mean row in the middle of its reply: a power of two.
+        longest: positions that attention over a padded cache has to span: a multiple of `LENGTH_MULTIPLE`.
+    """
+
+    typical: int = 64
+    longest: int = LENGTH_MULTIPLE
+
+    @classmethod
+    def of(cls, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> Self:
+        """Of the rows that decode these prompts."""
+        lengths = [len(prompt) for prompt in prompts]
+        mean = sum(lengths) / len(lengths) + sampling.max_new_tokens / 2
+        longest = max(lengths) + sampling.max_new_tokens
+        return cls(max(64, 2 ** round(math.log2(mean))), -(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE)
+
+
+def step_times(
+    verifier: Verifier, drafter: Drafter, max_drafts: int, prompts: Sequence[Sequence[int]], sampling: SamplingParams
+) -> StepTimes:
+    """Step times of a batch of such prompts up to `max_drafts` drafts: from the cache folder, else measured and kept there.
 
     A cache folder that cannot be read or written costs a measurement, never an error.
     """
-    folder = cache_folder() / FOLDER
-    file = folder / f"{_digest(identity(verifier, drafter, rows, max_drafts, sampling))}.json"
+    folder, rows, lengths = cache_folder() / FOLDER, len(prompts), RowLengths.of(prompts, sampling)
+    file = folder / f"{_digest(identity(verifier, drafter, rows, lengths, max_drafts, sampling))}.json"
     try:
         return StepTimes.load(file)
     except DataError:
         logger.info("measuring the step times of %d rows and up to %d drafts", rows, max_drafts)
-    times = measure(verifier, drafter, (rows,), widths(max_drafts), sampling)
+    times = measure(verifier, drafter, (rows,), widths(max_drafts), sampling, lengths)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         times.save(file)
@@ -69,7 +95,9 @@ def widths(max_drafts: int) -> tuple[int, ...]:
     return (0, *powers, max_drafts)
 
 
-def identity(verifier: Verifier, drafter: Drafter, rows: int, max_drafts: int, sampling: SamplingParams) -> dict[str, Any]:
+def identity(
+    verifier: Verifier, drafter: Drafter, rows: int, lengths: RowLengths, max_drafts: int, sampling: SamplingParams
+) -> dict[str, Any]:
     """Everything that the step times of a batch depend on, as JSON values."""
     config = getattr(drafter, "config", None)
     shape = (
@@ -83,13 +111,21 @@ def identity(verifier: Verifier, drafter: Drafter, rows: int, max_drafts: int, s
         "dtype": str(verifier.dtype),
         "drafter": [type(drafter).__qualname__, shape],
         "rows": rows,
+        "lengths": asdict(lengths),
         "drafts": list(widths(max_drafts)),
         "greedy": sampling.greedy,
         "penalty": sampling.repetition_penalty != 1.0,
     }
 
 
-def measure(verifier: Verifier, drafter: Drafter | None, rows: Sequence[int], drafts: Sequence[int], sampling: SamplingParams) -> StepTimes:
+def measure(
+    verifier: Verifier,
+    drafter: Drafter | None,
+    rows: Sequence[int],
+    drafts: Sequence[int],
+    sampling: SamplingParams,
+    lengths: RowLengths = RowLengths(),
+) -> StepTimes:
     """Time rounds of every batch size and length in the engine itself, on made-up prompts.
 
     Args:
@@ -97,11 +133,12 @@ def measure(verifier: Verifier, drafter: Drafter | None, rows: Sequence[int], dr
         rows: batch sizes, ascending.
         drafts: drafts a row, ascending from 0.
         sampling: greedy or not.
+        lengths: of the rows; attention costs what they are.
 
     Returns:
         The median of a few repetitions for each point.
     """
-    table = [_measure_batch(verifier, drafter, count, drafts, sampling) for count in rows]
+    table = [_measure_batch(verifier, drafter, count, drafts, sampling, lengths) for count in rows]
     return StepTimes(
         tuple(rows),
         tuple(drafts),
@@ -123,7 +160,7 @@ class _Forced(FixedLength):
 
 @torch.inference_mode()
 def _measure_batch(
-    verifier: Verifier, drafter: Drafter | None, rows: int, drafts: Sequence[int], sampling: SamplingParams
+    verifier: Verifier, drafter: Drafter | None, rows: int, drafts: Sequence[int], sampling: SamplingParams, lengths: RowLengths
 ) -> list[tuple[float, float]]:
     """(draft seconds, verify seconds) for each number of drafts.
 
@@ -133,17 +170,23 @@ def _measure_batch(
     warm_up = WARM_UP.get(verifier.device.type, 1)
     budget = 2 + sum(count + 1 for count in drafts) * (warm_up + REPEATS * IN_A_ROW)
     params = replace(sampling, max_new_tokens=budget, ignore_eos=True, stop_token_ids=None)
+    # The rows grow by about one token a round, since made-up text is hardly ever accepted: they begin half of that shorter.
+    room = verifier.weights.config.get("max_position_embeddings", lengths.longest)
+    most = max(1, min(LONGEST_PROMPT.get(verifier.device.type, 128), room - budget))
+    typical = min(most, max(1, lengths.typical - budget // 2))
+    sizes = [min(most, max(typical, lengths.longest - budget)), *[typical] * (rows - 1)]
     generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(verifier.vocab_size, (rows, CONTEXT), generator=generator).tolist()
+    prompts = [torch.randint(verifier.vocab_size, (size,), generator=generator).tolist() for size in sizes]
     schedule = _Forced()
     batch = prepare(verifier, drafter, prompts, params, max(drafts), schedule)
     batch.prefill(prompts)
+    longest = sizes[0] + budget
     measured = []
     for count in drafts:
         schedule.drafts = count
         times: list[tuple[float, float]] = []
         for number in range(warm_up + REPEATS):
-            batch.longest = CONTEXT + budget
+            batch.longest = longest
             started = drafted = _now(batch.anchor)
             rounds = 1
             if batch.graphs is None:
@@ -154,7 +197,7 @@ def _measure_batch(
                 # The engine launches a round before it has looked at the last one: what counts is the time of many in a row.
                 rounds = 1 if number < warm_up else IN_A_ROW
                 for _ in range(rounds):
-                    batch.longest = CONTEXT + budget
+                    batch.longest = longest
                     batch.next_round()
             times.append(((drafted - started) / rounds, (_now(batch.anchor) - drafted) / rounds))
             if sum(map(sum, times[warm_up:])) > ENOUGH_SECONDS:
