@@ -38,6 +38,7 @@ import torch
 from harness import Report, Work, measure, measured_ceilings
 from torch import Tensor
 from torch.nn import functional as F
+from torch.profiler import ProfilerActivity
 
 from speculators.algorithms.anchors import Anchors
 from speculators.algorithms.peagle import ChainLayout, depth_counts
@@ -387,8 +388,10 @@ def step_work(speculator: Speculator, shape: Shape, batch: TrainingBatch, method
     return Work(flops=fc + linear + attention_flops + loss), rows
 
 
-def benchmark_step(method: str, shape: Shape, report: Report, repetitions: int = 8, graph: bool = True, **training: Any) -> None:
-    """One optimizer step of one method on one packed row."""
+def benchmark_step(
+    method: str, shape: Shape, report: Report, repetitions: int = 8, graph: bool = True, trace: Path | None = None, **training: Any
+) -> None:
+    """One optimizer step of one method on one packed row; `trace` is where the table of its kernels goes."""
     device = report.device
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -424,6 +427,11 @@ def benchmark_step(method: str, shape: Shape, report: Report, repetitions: int =
     above = None if eager.peak_total_bytes is None else eager.peak_total_bytes - 16 * trainable - 2 * frozen
     memory = {"total_peak_bytes": eager.peak_total_bytes, "above_states_bytes": above, "eager_milliseconds": eager.milliseconds}
     report.add(f"{method} (ours)", replace(timing, peak_bytes=eager.peak_bytes), work=work, **facts, **memory)
+    if trace is not None:
+        with torch.profiler.profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as profiled:
+            step()
+        order = "self_cuda_time_total" if cuda else "self_cpu_time_total"
+        trace.write_text(profiled.key_averages().table(sort_by=order, row_limit=40, max_name_column_width=90))
 
 
 def run_peer(name: str, command: str, shape: Shape, report: Report) -> None:
@@ -460,6 +468,7 @@ def main() -> None:
     parser.add_argument("--checkpointing", default="none", choices=["none", "feed_forward", "layers"], help="in `step` and `long`")
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=COMMAND", help="another library's step to run beside ours")
     parser.add_argument("--peer-log", action="append", default=[], metavar="NAME=FILE", help="what such a command printed earlier")
+    parser.add_argument("--kernels", action="store_true", help="in `step`, also write a table of each step's kernels")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, default=Path("build/training"), help="path of the JSON and the table, without a suffix")
     args = parser.parse_args()
@@ -476,7 +485,8 @@ def main() -> None:
             benchmark_loss(shape, report)
         elif part == "step":
             for method in args.methods:
-                benchmark_step(method, shape, report, activation_checkpointing=args.checkpointing)
+                trace = args.output.with_name(f"{args.output.name}_{method}_kernels.txt") if args.kernels else None
+                benchmark_step(method, shape, report, trace=trace, activation_checkpointing=args.checkpointing)
             for name, _, command in (peer.partition("=") for peer in args.peer):
                 run_peer(name, command, shape, report)
             for name, _, path in (peer.partition("=") for peer in args.peer_log):
