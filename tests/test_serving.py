@@ -376,6 +376,16 @@ def test_a_dry_run_prints_the_command_a_shell_takes(folder: Path) -> None:
     assert result.stdout == f"VLLM_USE_V2_MODEL_RUNNER=1 vllm serve {folder}/verifier --speculative-config '{settings}' --port 9000\n"
 
 
+def test_only_what_follows_the_dashes_is_passed_to_vllm(folder: Path) -> None:
+    arguments = ["serve", str(folder / "dspark"), "--verifier", str(folder / "verifier"), "--vllm-version", "0.32.0", "--dry-run"]
+    result = CliRunner().invoke(app, [*arguments, "extra", "--", "--port", "9000"])
+    assert result.exit_code == 2
+    assert result.stderr == "error: serve takes one CHECKPOINT, so it has no use for 'extra'; vLLM's own arguments go behind `--`\n"
+    assert CliRunner().invoke(app, [*arguments, "--port", "9000"]).exit_code == 2
+    passed = CliRunner().invoke(app, [*arguments, "--", "--lora-modules", "a=b", "c=d", "--", "e"]).stdout
+    assert passed.endswith("' --lora-modules a=b c=d -- e\n")
+
+
 def test_bad_input_is_one_sentence_and_exit_code_two(folder: Path) -> None:
     result = CliRunner().invoke(app, ["serve", str(folder / "verifier"), "--dry-run"])
     assert result.exit_code == 2 and "has no speculators_model_type" in result.output

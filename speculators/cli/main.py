@@ -40,7 +40,7 @@ app.command("calibrate")(calibrate.calibrate)
 app.command("simulate")(simulate.simulate)
 app.command("inspect")(inspect.inspect)
 app.command("convert")(convert.convert)
-app.command("serve", context_settings=serve.CONTEXT)(serve.serve)
+app.command("serve", cls=serve.ServeCommand, context_settings=serve.CONTEXT)(serve.serve)
 app.command("parity")(parity.parity)
 
 

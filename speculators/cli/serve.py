@@ -6,14 +6,33 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from speculators.cli.common import JsonOption, check_json_path, write_json
 from speculators.errors import ConfigError
 
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": False}
+
+
+class ServeCommand(TyperCommand):
+    """A command whose arguments behind `--`, and no others, are left for vLLM, in `context.args`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Cut the arguments at the first `--`, and refuse words in front of it that this command does not take.
+
+        Raises:
+            ConfigError: naming the first of them.
+        """
+        end = args.index("--") if "--" in args else len(args)
+        ours, vllm = args[:end], args[end + 1 :]
+        super().parse_args(ctx, ours)
+        if ctx.args:
+            raise ConfigError(f"serve takes one CHECKPOINT, so it has no use for {ctx.args[0]!r}; vLLM's own arguments go behind `--`")
+        ctx.args = vllm
+        return vllm
 
 
 def serve(
