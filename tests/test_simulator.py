@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -136,6 +137,11 @@ def test_profiles_and_workloads_that_cannot_be_are_refused(tmp_path: Path) -> No
     trace.write_text('{"arrival": 2, "output_tokens": 5}\n\n{"arrival": 1, "output_tokens": 7}\n')
     read = Workload.read(trace)
     assert read.arrival.tolist() == [1, 2] and read.output_tokens.tolist() == [7, 5]
+    whole = "output_tokens = {} must be a whole number of at least 1"
+    for number, said in (("2.5", "2.5"), ("true", "true"), ('"7"', '"7"'), ("0", "0")):
+        trace.write_text(f'{{"arrival": 1, "output_tokens": 7}}\n{{"arrival": 2, "output_tokens": {number}}}\n')
+        with pytest.raises(DataError, match=f"trace.jsonl, line 2: .*{re.escape(whole.format(said))}"):
+            Workload.read(trace)
     for bad in ('{"arrival": 2}', '{"arrival": 2, "output_tokens": Infinity}'):
         trace.write_text(f"{bad}\n")
         with pytest.raises(DataError, match="line 1"):
@@ -146,9 +152,10 @@ def test_profiles_and_workloads_that_cannot_be_are_refused(tmp_path: Path) -> No
             Workload.read(trace)
     with pytest.raises(ConfigError, match="arrivals of rate inf"):
         Workload.poisson(float("inf"), 3, 5, seed=0)
-    trace.write_text(json.dumps(TIMES.to_json()).replace('"rows": [', '"rows": [Infinity, '))
-    with pytest.raises(DataError, match="does not hold step times"):
-        StepTimes.load(trace)
+    for number in ("Infinity", "0.5"):
+        trace.write_text(json.dumps(TIMES.to_json()).replace('"rows": [', f'"rows": [{number}, '))
+        with pytest.raises(DataError, match=f"does not hold step times .*rows = {number} must be a whole number"):
+            StepTimes.load(trace)
     with pytest.raises(DataError, match="cannot be read"):
         Workload.read(tmp_path / "nowhere.jsonl")
 

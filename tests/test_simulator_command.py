@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from test_cli import refused, run, succeed
 
 from speculators.decoding.step_times import StepTimes
+from speculators.serving.simulation_report import origin_of_times
 
 CALIBRATION = {"temperature": 1.0, "domain": "all", "source": "head", "scaling": [1.0] * 3, "offset": [0.0] * 3, "acceptance": [0.8] * 3}
 
@@ -44,6 +46,9 @@ def test_loads_policies_and_drafters_become_rows(files: tuple[Path, Path], tmp_p
     assert plain == pytest.approx([2 / 12e-3, 8 / 18e-3], rel=0.01)
     default = succeed(*common, "--drafter", "other=0.9,0.5", "--users", 1, json_path=tmp_path / "default.json")["rows"]
     assert [r["policy"] for r in default] == ["none", "fixed:1", "fixed:2", "scheduler", "auto"]
+    long = ("--drafter", "long=" + ",".join(["0.9"] * 10), "--users", 1)
+    default = succeed("simulate", "--step-times", times, "--output-tokens", 8, *long, json_path=tmp_path / "long.json")["rows"]
+    assert [r["policy"] for r in default] == ["none", "fixed:1", "fixed:3", "fixed:10", "scheduler", "auto"]  # as numbers, not as text
 
 
 def test_the_calibration_of_a_temperature_is_chosen_and_arrivals_replayed(files: tuple[Path, Path], tmp_path: Path) -> None:
@@ -68,6 +73,15 @@ def test_a_terminal_of_80_columns_shows_every_cell_whole(files: tuple[Path, Path
     lines = [line.split() for line in output.splitlines() if line.strip().startswith("dspark")]
     assert [line[:4] for line in lines] == [["dspark", policy, "64", "users"] for policy in ("threshold:0.5", "fixed:2")]
     assert all(len(line) == 11 for line in lines) and "\N{HORIZONTAL ELLIPSIS}" not in output
+
+
+def test_titles_say_whether_step_times_were_measured_and_on_what() -> None:
+    measured, unnamed = (StepTimes((1,), (0, 1), ((0.0, 0.1),), ((0.1, 0.1),), machine) for machine in ("an H200", ""))
+    assumed = StepTimes.affine(1.0, 1.0)
+    assert origin_of_times([measured, measured]) == "step times measured on an H200"
+    assert origin_of_times([measured, assumed]) == "step times measured on an H200; assumed step times (affine)"
+    assert origin_of_times([unnamed]) == "step times measured on a machine that the file does not name"
+    assert origin_of_times([replace(assumed, machine="")]) == "assumed step times"
 
 
 def test_two_drafters_of_one_name_are_refused(files: tuple[Path, Path], tmp_path: Path) -> None:

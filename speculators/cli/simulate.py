@@ -48,7 +48,15 @@ def simulate(
 
     from speculators.decoding.step_times import StepTimes
     from speculators.evaluation.report import narrow_table
-    from speculators.serving.simulation_report import HEADER, SimulationRow, cells, plot_concurrency, plot_frontier, read_profile
+    from speculators.serving.simulation_report import (
+        HEADER,
+        SimulationRow,
+        cells,
+        origin_of_times,
+        plot_concurrency,
+        plot_frontier,
+        read_profile,
+    )
     from speculators.serving.simulator import make_policy
     from speculators.serving.simulator import simulate as run
     from speculators.serving.workload import Workload
@@ -75,7 +83,7 @@ def simulate(
     for profile in profiles:
         names = policy or [
             "none",
-            *sorted({f"fixed:{k}" for k in (1, 3, profile.max_drafts) if k <= profile.max_drafts}),
+            *(f"fixed:{k}" for k in sorted({1, 3, profile.max_drafts}) if k <= profile.max_drafts),
             "scheduler",
             "auto",
         ]
@@ -84,10 +92,11 @@ def simulate(
             for load, workload in loads:
                 result = run(workload, profile, chosen, gpus=gpus, max_batch=max_batch, packed=not engine, seed=seed)
                 rows.append(SimulationRow.of(result, profile.name, chosen.name, load, workload.users is not None, gpus))
-    title = f"simulated: {gpus} GPU{'s' * (gpus > 1)}, batches of at most {max_batch}; step times of {profiles[0].times.machine}"
+    cluster, origin = f"{gpus} GPU{'s' * (gpus > 1)}", origin_of_times([profile.times for profile in profiles])
+    title = f"simulated: {cluster}, batches of at most {max_batch}; {origin}"
     Console().print(narrow_table(title, HEADER, [cells(row) for row in rows]))
     if plots is not None:
-        title = f"{gpus} GPU{'s' * (gpus > 1)}, step times of {profiles[0].times.machine}"
+        title = f"{cluster}, {origin}"
         plot_frontier(rows, title).savefig(plots / "frontier.png", dpi=110)
         plot_concurrency(rows, title).savefig(plots / "concurrency.png", dpi=110)
     write_json(json, {"command": "simulate", "kind": "simulated", "rows": [asdict(row) for row in rows]})

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from speculators.decoding.proposal import ConfidenceSource, Drafter
 from speculators.errors import CheckpointError
+from speculators.json_values import whole_number
 
 ALL_DOMAINS = "all"
 CONFIG_KEY = "calibration"  # below EXTRA_KEY of config.json
@@ -74,7 +75,7 @@ class Calibration:
                 scaling=scaling,
                 offset=offset,
                 acceptance=tuple(min(1.0, max(0.0, float(value))) for value in data["acceptance"]),
-                rounds=int(data["rounds"]),
+                rounds=whole_number(data["rounds"], "rounds"),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from speculators.errors import ConfigError, DataError
 from speculators.files import write_text_atomically
+from speculators.json_values import whole_number
 
 Array = npt.NDArray[np.float64]
 
@@ -126,7 +127,7 @@ class StepTimes:
         """
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
-            rows, drafts = (tuple(map(int, data[name])) for name in ("rows", "drafts"))
+            rows, drafts = (tuple(whole_number(number, name) for number in data[name]) for name in ("rows", "drafts"))
             draft, verify = (tuple(tuple(map(float, line)) for line in data[name]) for name in ("draft_seconds", "verify_seconds"))
             return cls(rows, drafts, draft, verify, machine=str(data.get("machine", "")), kind=str(data.get("kind", "decode")))
         except FileNotFoundError:

@@ -82,6 +82,17 @@ def cells(row: SimulationRow) -> list[str]:
     ]
 
 
+def origin_of_times(tables: Sequence[StepTimes]) -> str:
+    """Where the step times of a simulation come from: measured, and on what, or assumed; each origin once."""
+    origins = []
+    for times in tables:
+        if times.kind == "decode":
+            origins.append(f"step times measured on {times.machine or 'a machine that the file does not name'}")
+        else:
+            origins.append("assumed step times" + (f" ({times.machine})" if times.machine else ""))
+    return "; ".join(dict.fromkeys(origins))
+
+
 def read_profile(name: str, source: str, times: StepTimes, temperature: float | None, domain: str = ALL_DOMAINS) -> DrafterProfile:
     """A drafter's profile from the JSON of `speculators calibrate`, or from acceptances as text ("0.9,0.8,0.8").
 

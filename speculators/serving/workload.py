@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from speculators.errors import ConfigError, DataError
+from speculators.json_values import whole_number
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -67,7 +68,7 @@ class Workload:
         """Read a trace: JSON lines with "arrival" (seconds) and "output_tokens", in any order.
 
         Raises:
-            DataError: the file is missing, or a line holds something else.
+            DataError: the file is missing, or a line holds something else: arrivals are numbers from 0 on, tokens whole ones from 1 on.
         """
         rows: list[tuple[float, int]] = []
         number = 0
@@ -77,7 +78,7 @@ class Workload:
                     number += 1
                     if line.strip():
                         record = json.loads(line)
-                        rows.append((float(record["arrival"]), int(record["output_tokens"])))
+                        rows.append((float(record["arrival"]), whole_number(record["output_tokens"], "output_tokens", least=1)))
         except OSError as error:
             raise DataError(f"the trace {path} cannot be read ({error.strerror}); name a JSON lines file") from None
         except (ValueError, OverflowError, KeyError, TypeError) as error:
