@@ -140,6 +140,20 @@ def test_a_refused_command_leaves_nothing_that_its_corrected_form_would_stumble_
     assert "there is no row in" in refused("data", "preview", tmp_path / "empty.jsonl", "--verifier", world / "verifier")
 
 
+def test_a_preview_without_anything_usable_says_why(world: Path, tmp_path: Path) -> None:
+    write_rows(tmp_path / "bad.jsonl", ["broken", {"prompt": ""}, {"prompt": "Hi", "response": "Yo"}])
+    unusable = refused("data", "preview", tmp_path / "bad.jsonl", "--verifier", world / "verifier")
+    assert unusable.startswith(
+        f"error: none of the 2 rows shown of {tmp_path / 'bad.jsonl'} can be used: 1 not valid JSON; 1 no user turn;"
+    )
+    succeeded("data", "preview", tmp_path / "bad.jsonl", "--verifier", world / "verifier", "--rows", 3)
+    (tmp_path / "none").mkdir()
+    header = {"shards": 0, "topics": [], "conversations": 0, "rejected": {"not valid JSON": 3}}
+    (tmp_path / "none" / "header.json").write_text(json.dumps(header))
+    nothing = refused("data", "preview", tmp_path / "none", "--verifier", world / "verifier")
+    assert f"{tmp_path / 'none'} holds no document: 3 not valid JSON" in nothing
+
+
 def test_a_prompt_that_fills_the_verifiers_context_leaves_no_room_for_a_reply(world: Path, tmp_path: Path) -> None:
     questions = write_rows(tmp_path / "questions.jsonl", [{"prompt": "x" * 600}])  # 512 positions; --max-tokens is 4096
     common = ("--verifier", world / "verifier", "--dtype", "bfloat16", "--device", "cpu")

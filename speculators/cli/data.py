@@ -212,16 +212,17 @@ def preview(
     reasoning: ReasoningOption = True,
 ) -> None:
     """Show conversations as the verifier sees them, supervised tokens coloured. Takes files, or a prepared folder."""
+    from collections import Counter
     from itertools import islice
 
     from rich.console import Console
 
-    from speculators.data.forms import RowError
+    from speculators.data.forms import RowError, main_reasons
     from speculators.data.partial import HEADER_FILE
     from speculators.data.prepare import row_preparer
     from speculators.data.preview import show
     from speculators.data.sources import Source, mix
-    from speculators.data.storage import read_blocks
+    from speculators.data.storage import read_blocks, read_header
     from speculators.loading import load_chat_facts
 
     facts, console = load_chat_facts(verifier), Console(highlight=False)
@@ -229,20 +230,31 @@ def preview(
         raise DataError(f"{verifier!r} has no tokenizer, so its tokens cannot be shown")
     if all((Path(source) / HEADER_FILE).is_file() for source in sources):
         stored = (document for source in sources for block in read_blocks(source) for document in block)
+        number = 0
         for number, document in enumerate(islice(stored, rows), start=1):
             show([document], facts.tokenizer, f"document {number}", console)
+        if not number:
+            refused = sum((Counter(read_header(source).get("rejected", {})) for source in sources), Counter[str]())
+            raise DataError(f"{', '.join(sources)} holds no document: {main_reasons(refused) or 'nothing was prepared'}")
         return
     preparer = row_preparer(facts, thinking=thinking, supervise_reasoning=reasoning)
     found = list(mix([Source.open(source) for source in sources], rows))
     if not found:
         raise DataError(f"there is no row in {', '.join(sources)}")
+    rejected: Counter[str] = Counter()
     for row in found:
         title = f"{Path(row.source).name}, row {row.number}"
         try:
             show(preparer.documents(row)[0], facts.tokenizer, title, console)
         except RowError as error:
+            rejected[error.reason] += 1
             console.rule(f"{title}: rejected", style="red")
             console.print(f"{error.reason}: {error}" if str(error) != error.reason else error.reason, style="red")
+    if rejected.total() == len(found):
+        raise DataError(
+            f"none of the {len(found)} rows shown of {', '.join(sources)} can be used: {main_reasons(rejected)};"
+            " correct them, or look at more with --rows"
+        )
 
 
 @app.command()

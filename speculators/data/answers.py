@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from tqdm.auto import tqdm
 
 from speculators.data.chat import ChatEncoder
-from speculators.data.forms import Chat, Message, RowError, split_reasoning
+from speculators.data.forms import Chat, Message, RowError, main_reasons, split_reasoning
 from speculators.data.generation import Job, Stage, StageResult, TokenGenerator
 from speculators.data.journal import JournalledFile
 from speculators.data.prepare import parse_row
@@ -292,8 +292,7 @@ def answer_file(
         except KeyboardInterrupt:
             raise DataError(f"interrupted after {len(journal)} of {total} conversations; the same command goes on from there") from None
     if not any(result["rows"] for _, result in journal.in_order()):
-        dropped = Counter(result["dropped"] for _, result in journal.in_order()).most_common(3)
-        main = "; ".join(f"{count} {reason}" for reason, count in dropped) or "there are none"
+        main = main_reasons(Counter(result["dropped"] for _, result in journal.in_order())) or "there are none"
         journal.close()
         journal.partial.discard()
         raise DataError(f"none of {len(journal)} conversations was answered: {main}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,6 +81,11 @@ class Tokens:
     conversation: Conversation
     identifier: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+def main_reasons(counts: Mapping[str, int]) -> str:
+    """The three most frequent reasons with their numbers, as "3 not valid JSON; 1 no user turn"; empty where there are none."""
+    return "; ".join(f"{count} {reason}" for reason, count in Counter(counts).most_common(3))
 
 
 def read_line(line: str) -> Chat | Tokens:

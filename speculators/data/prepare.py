@@ -14,7 +14,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from speculators.data.chat import ChatEncoder
-from speculators.data.forms import Chat, RowError, Tokens, read_line, read_record
+from speculators.data.forms import Chat, RowError, Tokens, main_reasons, read_line, read_record
 from speculators.data.rows import Conversation
 from speculators.data.sources import RawRow, Source, mix
 from speculators.data.storage import REJECTED_FILE, ConversationBlock, ConversationWriter, read_header
@@ -189,9 +189,10 @@ def prepare(
         "written_by": [{"model": model, "thinking": mode, "rows": count} for model, mode, count in _writers(writers)],
     }
     if not kept:
-        main = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common(3)) or "there are none"
         writer.discard()
-        raise DataError(f"none of {rows} rows can be used: {main}; `speculators data preview` shows one")
+        raise DataError(
+            f"none of {rows} rows can be used: {main_reasons(reasons) or 'there are none'}; `speculators data preview` shows one"
+        )
     writer.finish(header)
     written = read_header(output)
     return Preparation(written, _warnings(written, facts.name, thinking))

@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 
 from speculators.data.decontamination import PromptIndex
 from speculators.data.deduplication import SeenQuestions
+from speculators.data.forms import main_reasons
 from speculators.data.generation import Job, TokenGenerator
 from speculators.data.journal import Journal, JournalledFile
 from speculators.data.partial import PartialFolder
@@ -117,7 +118,7 @@ class SynthesisOutput:
         if not synthesis.conversations:
             self.journal.close()
             self.journal.partial.discard()
-            dropped = "; ".join(f"{count} {reason}" for reason, count in Counter(synthesis.counts).most_common(3)) or "none was finished"
+            dropped = main_reasons(synthesis.counts) or "none was finished"
             raise DataError(f"no conversation was kept for {self._path}: {dropped}; give it more time, or other settings")
         if self._file is not None:
             self._file.finish(synthesis.rows(verifier), lambda: synthesis.header)
