@@ -78,13 +78,21 @@ def serving_needs(config: DSparkConfig) -> list[Need]:
         needs.append(Need(what, plugin=True))
     if not config.markov_rank:
         needs.append(Need("markov_rank = 0: vLLM builds a sequential head of no columns, which ends its process", plugin=True))
+    if len(config.tapped_layers) != config.layers.num_hidden_layers:
+        what = (
+            f"{len(config.tapped_layers)} tapped layers for {config.layers.num_hidden_layers} drafter layers: vLLM before 0.32 expects as"
+            " many of one as of the other"
+        )
+        needs.append(Need(what, since="0.32.0", plugin=True))
     return needs
 
 
 def complete_vllm_config(config: dict[str, Any], transformers_config: dict[str, Any]) -> None:
-    """Name the layout under both keys that vLLM releases decide it by."""
-    anchor = DSparkConfig.parse(config).sample_from_anchor
+    """Name the layout under both keys that vLLM releases decide it by, and the taps where 0.26 counts them."""
+    parsed = DSparkConfig.parse(config)
+    anchor = parsed.sample_from_anchor
     transformers_config |= {"sample_from_anchor": anchor, "dspark_bonus_anchor": not anchor}
+    transformers_config["eagle_config"] = {"layer_ids": parsed.tapped_layers}
 
 
 @register_algorithm(

@@ -236,6 +236,17 @@ def test_a_peagle_drafter_keeps_its_logits_through_the_aws_format(tmp_path: Path
     assert torch.equal(decode_logits(restored, batch, 8, 5, [8]), decode_logits(original, batch, 8, 5, [8]))
 
 
+@pytest.mark.parametrize("layers", [2, 3])
+def test_deepspecs_layout_counts_the_taps_for_vllm_where_they_are_not_as_many_as_the_layers(layers: int, tmp_path: Path) -> None:
+    """vLLM 0.26 takes the drafter's layers for the number of taps unless `eagle_config.layer_ids` says otherwise."""
+    save(drafter("dspark", num_layers=layers), tmp_path / "native")
+    convert(tmp_path / "native", tmp_path / "deepspec", to="deepspec", verifier=verifier_weights())
+    assert len(TAPS) == 3 and config_of(tmp_path / "deepspec").get("eagle_config") == (None if layers == 3 else {"layer_ids": TAPS})
+    convert(tmp_path / "deepspec", tmp_path / "again", verifier=verifier_weights())
+    again = config_of(tmp_path / "again")
+    assert again["aux_hidden_state_layer_ids"] == TAPS and "eagle_config" not in again
+
+
 def test_causal_blocks_stay_causal(tmp_path: Path) -> None:
     save(drafter("dflash", is_causal=True), tmp_path / "native")
     convert(tmp_path / "native", tmp_path / "z", to="z-lab", verifier=verifier_weights())

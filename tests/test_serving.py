@@ -174,10 +174,25 @@ def test_dspark_with_a_predicting_anchor_needs_a_newer_vllm_or_the_plugin(folder
         checked(folder, "dspark", version="0.26.0", environment={"VLLM_PLUGINS": "another"})
 
 
-def test_a_fill_in_dspark_is_served_by_both_releases_alone(folder: Path, tmp_path: Path) -> None:
-    save(drafter("dspark", sample_from_anchor=False), tmp_path)
+def test_a_fill_in_dspark_with_a_layer_a_tap_is_served_by_both_releases_alone(folder: Path, tmp_path: Path) -> None:
+    save(drafter("dspark", num_layers=3, sample_from_anchor=False), tmp_path)
     for version in ("0.26.0", "0.32.0"):
         assert not plan(tmp_path, verifier=str(folder / "verifier"), environment=QUIET, version=version, plugin=False).plugin
+
+
+def test_taps_that_the_older_vllm_takes_for_layers_are_counted_by_the_plugin(folder: Path, tmp_path: Path) -> None:
+    """vLLM 0.26 gives `fc` one input a drafter layer, unless this key says otherwise."""
+    save(drafter("dspark", num_layers=2, sample_from_anchor=False), tmp_path)
+    served: dict[str, Any] = {"verifier": str(folder / "verifier"), "environment": QUIET}
+    assert not plan(tmp_path, **served, version="0.32.0", plugin=False).plugin
+    with pytest.raises(ConfigError, match="3 tapped layers for 2 drafter layers"):
+        plan(tmp_path, **served, version="0.26.0", plugin=False)
+    assert plan(tmp_path, **served, version="0.26.0").plugin
+    complete = get_algorithm("dspark").serving.plugin.complete
+    assert complete is not None
+    config = json.loads((tmp_path / "config.json").read_text())
+    complete(config, completed := {})
+    assert completed["eagle_config"] == {"layer_ids": config["aux_hidden_state_layer_ids"]}
 
 
 @pytest.mark.parametrize("kind", ["gated", "rnn"])

@@ -47,7 +47,7 @@ def register() -> None:
     for what, extend in _EXTENSIONS.items():
         try:
             extend(registered)
-        except (ImportError, AttributeError) as error:  # this vLLM keeps it elsewhere
+        except (ImportError, AttributeError, NotImplementedError) as error:  # this vLLM keeps it elsewhere, or has none
             _logger.warning("the speculators plugin cannot extend %s of vLLM %s (%s)", what, installed(), error)
 
 

@@ -102,6 +102,9 @@ class DeepSpec(FormatAdapter):
             **head_fields(source),
             **anchor_fields(source),
         }
+        if len(source.tapped_layers) != source.layers.num_hidden_layers:
+            # The released drafters have one tap a layer, and vLLM before 0.32 counts on it unless this key says otherwise.
+            fields["eagle_config"] = {"layer_ids": source.tapped_layers}
         return flat_config(source, kept, **fields), kept
 
     def _eagle(
