@@ -190,9 +190,13 @@ def test_parquet_files_are_read_where_pyarrow_is_installed_and_else_say_what_the
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", parquet)
     source = Source.open(str(tmp_path / "rows.parquet"))
     assert [(row.number, row.content) for row in mix([source])] == [(1, {"prompt": "one"}), (2, {"prompt": "two"})]
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(DataError, match=r"is a Parquet file, which needs pyarrow; install it"):
-        list(mix([source]))
+    for name in ("pyarrow", "pyarrow.parquet"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for location in (tmp_path / "rows.parquet", tmp_path):  # at once, not when the first row is wanted
+        with pytest.raises(
+            DataError, match=r"rows.parquet is a Parquet file, which needs pyarrow: pip install 'unified-speculators\[data\]'"
+        ):
+            Source.open(str(location))
 
 
 def test_mixtures_hold_their_shares_at_every_point_and_lose_no_row(tmp_path: Path) -> None:

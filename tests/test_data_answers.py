@@ -21,6 +21,7 @@ from speculators.data.answers import AnswerSettings, EngineWriter, Reply, answer
 from speculators.data.chat import ChatEncoder
 from speculators.data.endpoint import EndpointWriter
 from speculators.data.forms import Chat, Tokens, read_record
+from speculators.data.generation import StageResult, TokenGenerator
 from speculators.data.journal import Journal, JournalledFile
 from speculators.data.languages import LANGUAGES, chosen_topics
 from speculators.data.partial import PartialFolder
@@ -156,6 +157,23 @@ def test_the_engines_rows_hold_what_the_verifier_generates_from_the_served_promp
         prompt = torch.tensor([ids[:start]])
         output = verifier.model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=12, pad_token_id=0)
         assert output[0, start:].tolist() == ids[start:end]
+
+
+def test_a_reply_of_special_tokens_alone_is_dropped_as_empty(verifier: Verifier, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, end = TOKENIZER.convert_tokens_to_ids(["<|im_start|>", END])
+
+    def run_numbered(self: TokenGenerator, jobs: Any) -> Iterator[tuple[int, Any]]:
+        for number, job in jobs:
+            stage = next(job)
+            written = [end] if number == 0 else [start, end]
+            with pytest.raises(StopIteration) as finished:
+                job.send(StageResult(list(stage.forced), written, "stop"))
+            yield finished.value.value
+
+    monkeypatch.setattr(TokenGenerator, "run_numbered", run_numbered)
+    chats = [(number, chat) for number in range(2) if isinstance(chat := read_record({"prompt": "Hi"}), Chat)]
+    results = [result for _, result in EngineWriter(verifier, slots=1).answer(chats, SETTINGS)]
+    assert [(result.rows, result.dropped) for result in results] == [([], "empty reply")] * 2
 
 
 def test_a_file_without_an_answer_is_refused_and_leaves_nothing(verifier: Verifier, tmp_path: Path) -> None:

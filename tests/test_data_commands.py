@@ -14,6 +14,8 @@ from tiny_models import tiny_model
 from typer.testing import CliRunner
 
 from speculators.cli.main import app
+from speculators.data.rows import Conversation
+from speculators.data.storage import save_conversations
 
 
 def run(*arguments: object) -> Any:
@@ -138,6 +140,27 @@ def test_a_refused_command_leaves_nothing_that_its_corrected_form_would_stumble_
     assert set(tmp_path.rglob("*")) == before
     (tmp_path / "empty.jsonl").touch()
     assert "there is no row in" in refused("data", "preview", tmp_path / "empty.jsonl", "--verifier", world / "verifier")
+
+
+def test_outputs_are_checked_before_the_verifier_is_loaded(tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "Hi", "response": "Yo"}])
+    save_conversations(tmp_path / "data", [Conversation([1, 2], [False, True])], {"verifier": "x"}, vocab_size=9)
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "notes.txt").touch()
+    before = set(tmp_path.rglob("*"))
+    for command, output, words in (
+        (("generate", rows), "answers.txt", "must end in .jsonl"),
+        (("generate", rows), "rows.jsonl", "exists already; name a new file"),
+        (("generate", rows), "rows.jsonl/answers.jsonl", "rows.jsonl is a file; name another folder"),
+        (("prepare", rows), "taken", "exists already; name a new folder"),
+        (("store", tmp_path / "data"), "taken", "exists already; name a new folder"),
+        (("store", tmp_path / "data"), "rows.jsonl", "exists already; name a new folder"),
+        (("synthesize", "--conversations", 1), "taken", "exists already; name a new folder"),
+    ):
+        said = refused("data", *command, "--verifier", tmp_path / "absent", "--output", tmp_path / output)
+        assert words in said and str(tmp_path / "absent") not in said, said
+    assert "holds no conversations" in refused("data", "vocabulary", tmp_path / "taken", "--verifier", tmp_path / "absent", "--save")
+    assert set(tmp_path.rglob("*")) == before
 
 
 def test_a_preview_without_anything_usable_says_why(world: Path, tmp_path: Path) -> None:

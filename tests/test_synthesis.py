@@ -121,6 +121,8 @@ def test_a_function_to_complete_is_fenced_and_closed(frame: ChatFrame) -> None:
     [
         ((" me more, and more",), "question too long"),
         ((f" me.{END}", f"No{END}"), "reply too short"),
+        ((f" me.{END}", END), "empty reply"),
+        ((f" me.{END}", f"\n \n{END}"), "empty reply"),
         ((f" me.{END}", "again and " * 5), "reply loops"),
     ],
 )
@@ -153,7 +155,7 @@ def test_malformed_functions_are_dropped(frame: ChatFrame) -> None:
 
 def test_reply_temperatures_are_drawn_with_their_shares(frame: ChatFrame) -> None:
     settings = SynthesisSettings(reply_temperatures=((1.0, 0.0), (3.0, 1.0)))
-    temperatures = [next(reply([1], "test", settings, random.Random(number))).temperature for number in range(400)]
+    temperatures = [next(reply([1], "test", settings, random.Random(number), TOKENIZER.decode)).temperature for number in range(400)]
     assert set(temperatures) == {0.0, 1.0}
     assert 265 < sum(temperatures) < 335  # 300 plus or minus four standard deviations
 

@@ -128,9 +128,11 @@ def generate(
     check_json_path(json)
     from speculators.data.answers import AnswerSettings, EngineWriter, Writer, answer_file
     from speculators.data.endpoint import EndpointWriter
+    from speculators.data.journal import JournalledFile
     from speculators.data.sources import Source
 
     settings = AnswerSettings(temperature, top_p, top_k, min_p, max_new_tokens, max_tokens, thinking, keep_truncated, seed)
+    JournalledFile.check(output, "data generate")
     found = [Source.open(source) for source in sources]
     writer: Writer
     if endpoint is not None:
@@ -176,10 +178,12 @@ def prepare(
 ) -> None:
     """Turn conversations into token ids with loss masks. Rows that cannot be used go to rejected.jsonl."""
     check_json_path(json)
+    from speculators.data.partial import PartialFolder
     from speculators.data.prepare import prepare as prepare_rows
     from speculators.data.sources import Source
     from speculators.loading import load_chat_facts
 
+    PartialFolder.check(output, "data prepare")
     found = [Source.open(source) for source in sources]
     result = prepare_rows(
         load_chat_facts(verifier),
@@ -225,10 +229,12 @@ def preview(
     from speculators.data.storage import read_blocks, read_header
     from speculators.loading import load_chat_facts
 
+    prepared = all((Path(source) / HEADER_FILE).is_file() for source in sources)
+    opened = [] if prepared else [Source.open(source) for source in sources]
     facts, console = load_chat_facts(verifier), Console(highlight=False)
     if facts.tokenizer is None:
         raise DataError(f"{verifier!r} has no tokenizer, so its tokens cannot be shown")
-    if all((Path(source) / HEADER_FILE).is_file() for source in sources):
+    if prepared:
         stored = (document for source in sources for block in read_blocks(source) for document in block)
         number = 0
         for number, document in enumerate(islice(stored, rows), start=1):
@@ -238,7 +244,7 @@ def preview(
             raise DataError(f"{', '.join(sources)} holds no document: {main_reasons(refused) or 'nothing was prepared'}")
         return
     preparer = row_preparer(facts, thinking=thinking, supervise_reasoning=reasoning)
-    found = list(mix([Source.open(source) for source in sources], rows))
+    found = list(mix(opened, rows))
     if not found:
         raise DataError(f"there is no row in {', '.join(sources)}")
     rejected: Counter[str] = Counter()
@@ -281,6 +287,7 @@ def store(
     """Compute the verifier's hidden states once and keep them; `train --hidden-states` reads them. A killed run goes on where it was."""
     check_json_path(json)
     from speculators.data import hidden_states as stores
+    from speculators.data.partial import PartialFolder
     from speculators.data.rows import pack, pack_held_out, split_held_out
     from speculators.data.storage import load_conversations
     from speculators.registry import get_algorithm
@@ -291,6 +298,8 @@ def store(
         return
     if output is None and not estimate:
         raise DataError("name a folder with --output, or ask for --estimate")
+    if output is not None and not estimate:
+        PartialFolder.check(output, "data store")
     conversations, _ = load_conversations(data)
     target = load_verifier(verifier, dtype, device)
     train_side, other_side = split_held_out(conversations, held_out)
@@ -347,9 +356,14 @@ def vocabulary(
     """How much of the verifier's replies a reduced draft vocabulary of some size could propose."""
     check_json_path(json)
     from speculators.data import vocabulary as vocabularies
+    from speculators.data.partial import HEADER_FILE
     from speculators.data.storage import read_blocks, read_header
+    from speculators.files import check_writable
     from speculators.loading import load_chat_facts
 
+    header = read_header(data)
+    if save:
+        check_writable(data / HEADER_FILE)
     facts = load_chat_facts(verifier)
     counts = vocabularies.count_labels(read_blocks(data), facts.vocab_size)
     sizes = size or [2**power for power in range(8, 20) if 2**power < facts.vocab_size]
@@ -361,7 +375,7 @@ def vocabulary(
     for number, share in covered.items():
         typer.echo(f"draft vocabulary {number}: covers {share:.2%}, never proposes the other {1 - share:.2%}")
     for number, chosen in zip(sizes, made, strict=False):
-        key = vocabularies.vocabulary_key(read_header(data), number, facts.vocab_size, facts.stop_token_ids)
+        key = vocabularies.vocabulary_key(header, number, facts.vocab_size, facts.stop_token_ids)
         typer.echo(f"saved {vocabularies.save_vocabulary(data, key, chosen)}")
     write_json(json, {"command": "data vocabulary", "data": data, "coverage": covered})
 

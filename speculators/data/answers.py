@@ -20,7 +20,7 @@ from speculators.data.forms import Chat, Message, RowError, main_reasons, split_
 from speculators.data.generation import Job, Stage, StageResult, TokenGenerator
 from speculators.data.journal import JournalledFile
 from speculators.data.prepare import parse_row
-from speculators.data.questions import loops
+from speculators.data.questions import loops, plain_text
 from speculators.data.sources import Source, mix
 from speculators.errors import ConfigError, DataError
 from speculators.evaluation.metrics import is_degenerate
@@ -214,7 +214,9 @@ class EngineWriter:
         tokenizer: Any = self._verifier.tokenizer
         written = result.token_ids[:-1] if result.stopped else result.token_ids
         opened = "<think>" if tokenizer.decode(prompt[-8:]).rstrip().endswith("<think>") else ""
-        reasoning, content = split_reasoning(opened + tokenizer.decode(written))
+        # Nothing but special tokens, such as another end token before the stop token, is no reply.
+        said = tokenizer.decode(written) if plain_text(tokenizer, written).strip() else ""
+        reasoning, content = split_reasoning(opened + said)
         message = _assistant(content, reasoning)
         return Reply(
             content,

@@ -12,7 +12,7 @@ from typing import Any
 
 from speculators.data.partial import PartialFolder
 from speculators.errors import DataError, SpeculatorsError
-from speculators.files import write_text_atomically
+from speculators.files import check_output_folder, write_text_atomically
 
 _JOURNAL_FILE = "journal.jsonl"
 
@@ -115,25 +115,25 @@ class JournalledFile:
     """
 
     def __init__(self, output: Path, settings: Mapping[str, Any]) -> None:
-        if output.suffix != ".jsonl":
-            raise DataError(f"{output} must end in .jsonl")
-        self.output, self.card = output, output.with_suffix(".card.json")
+        self.output, self.card = output, _card_of(output)
         self._settings: dict[str, Any] = json.loads(json.dumps(settings))
         self.complete = output.exists() and self.read_card().get("run") == self._settings
-        if output.exists() and not self.complete:
-            raise DataError(f"{output} exists already; name a new file, or remove that one first")
         if self.complete:
             shutil.rmtree(PartialFolder.place(output), ignore_errors=True)  # a run that was killed at its very end
             return
+        _check_free(output)
         self.journal = Journal(PartialFolder(output, settings))
+
+    @staticmethod
+    def check(output: Path, command: str) -> None:
+        """Refuse an output that no run of a command can have, before the verifier is loaded; see `PartialFolder.check`."""
+        run = _read_card(_card_of(output)).get("run")
+        if not output.exists() or not isinstance(run, dict) or run.get("command") != command:
+            _check_free(output)
 
     def read_card(self) -> dict[str, Any]:
         """The card, empty where there is none."""
-        try:
-            card = json.loads(self.card.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-        return card if isinstance(card, dict) else {}
+        return _read_card(self.card)
 
     def finish(self, rows: Iterable[Mapping[str, Any]], card: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
         """Write the file and its card.
@@ -154,3 +154,23 @@ class JournalledFile:
         self.journal.close()
         self.journal.partial.discard()
         return facts
+
+
+def _card_of(output: Path) -> Path:
+    if output.suffix != ".jsonl":
+        raise DataError(f"{output} must end in .jsonl")
+    return output.with_suffix(".card.json")
+
+
+def _read_card(path: Path) -> dict[str, Any]:
+    try:
+        card = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return card if isinstance(card, dict) else {}
+
+
+def _check_free(output: Path) -> None:
+    if output.exists():
+        raise DataError(f"{output} exists already; name a new file, or remove that one first")
+    check_output_folder(output.parent)

@@ -43,17 +43,30 @@ class PartialFolder:
         self.folder = self.place(output)
         self.state: dict[str, Any] = {}
         self._settings: dict[str, Any] = json.loads(json.dumps(settings))
-        self.complete = self._is_complete()
+        self.complete = self._finished_run(output) == self._settings
         if self.complete:
             return
-        if output.exists() and (not output.is_dir() or any(output.iterdir())):
-            raise DataError(f"{output} exists already; name a new folder, or remove that one first")
-        check_output_folder(output)
+        _check_free(output)
         if (self.folder / _PROGRESS_FILE).is_file():
             self.state = self._read_progress()
         else:
             make_folder(self.folder)
             self.seal({})
+
+    @classmethod
+    def check(cls, output: Path, command: str) -> None:
+        """Refuse an output that no run of a command can have, before the verifier is loaded that its other settings name.
+
+        Args:
+            output: as for the constructor, which compares all settings.
+            command: the setting of that name.
+
+        Raises:
+            DataError: the output holds something else than a finished run of this command, or cannot be written.
+        """
+        run = cls._finished_run(output)
+        if not isinstance(run, dict) or run.get("command") != command:
+            _check_free(output)
 
     @staticmethod
     def place(output: Path) -> Path:
@@ -83,12 +96,14 @@ class PartialFolder:
         """Remove the unfinished folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _is_complete(self) -> bool:
+    @staticmethod
+    def _finished_run(output: Path) -> Any:
+        """Settings of the run that made the output; None where nothing of ours lies there."""
         try:
-            header = json.loads((self.output / HEADER_FILE).read_text(encoding="utf-8"))
+            header = json.loads((output / HEADER_FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            return False
-        return isinstance(header, dict) and header.get("run") == self._settings
+            return None
+        return header.get("run") if isinstance(header, dict) else None
 
     def _read_progress(self) -> dict[str, Any]:
         try:
@@ -106,3 +121,9 @@ class PartialFolder:
                 " name another output, or remove that folder"
             )
         return state
+
+
+def _check_free(output: Path) -> None:
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise DataError(f"{output} exists already; name a new folder, or remove that one first")
+    check_output_folder(output)

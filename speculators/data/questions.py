@@ -134,13 +134,17 @@ class ChatFrame:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of tokens, without special ones."""
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
-        return text
+        return plain_text(self._tokenizer, token_ids)
 
     def user_text(self, prompt_ids: Sequence[int]) -> str:
         """The user's turn in the tokens up to a reply."""
         text: str = self._tokenizer.decode(prompt_ids)
         return text.removeprefix(self.opening).removesuffix(self.closing)
+
+
+def plain_text(tokenizer: Any, token_ids: Sequence[int]) -> str:
+    """Text of tokens, without special ones."""
+    return str(tokenizer.decode(token_ids, skip_special_tokens=True))
 
 
 # Looks at a question (its text, all tokens so far) and returns why to drop it, or None.
@@ -169,18 +173,30 @@ def question_and_reply(frame: ChatFrame, topic: Topic, settings: SynthesisSettin
     room = settings.max_tokens - len(question.token_ids) - len(question.forced)
     if room < settings.min_reply_tokens:
         return Exchange(topic.name, None, "question too long", question.text)
-    answered = yield from reply(question.forced, topic.name, settings, draw, room)
+    answered = yield from reply(question.forced, topic.name, settings, draw, frame.decode, room)
     return replace(answered, question=question.text)
 
 
-def reply(forced: Sequence[int], topic: str, settings: SynthesisSettings, draw: random.Random, room: int | None = None) -> Job[Exchange]:
-    """The job, or the last stage of one, that answers what `forced` ends, in at most `room` tokens."""
+def reply(
+    forced: Sequence[int],
+    topic: str,
+    settings: SynthesisSettings,
+    draw: random.Random,
+    text: Callable[[Sequence[int]], str],
+    room: int | None = None,
+) -> Job[Exchange]:
+    """The job, or the last stage of one, that answers what `forced` ends, in at most `room` tokens.
+
+    `text` gives the text of tokens without special ones: a reply that has none, such as a stop token alone, is dropped.
+    """
     budget = settings.max_reply_tokens if room is None else min(room, settings.max_reply_tokens)
     shares, temperatures = zip(*settings.reply_temperatures, strict=True)
     temperature = draw.choices(temperatures, shares)[0]
     result = yield Stage(forced, budget, temperature, abandon_if=loops)
     if result.finish_reason == "abandoned" or is_degenerate(result.token_ids):
         return Exchange(topic, None, "reply loops")
+    if not text(result.token_ids).strip():
+        return Exchange(topic, None, "empty reply")
     if len(result.token_ids) < settings.min_reply_tokens:
         return Exchange(topic, None, "reply too short")
     mask = [False] * len(result.context) + [True] * len(result.token_ids)

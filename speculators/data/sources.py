@@ -58,7 +58,7 @@ class Source:
                 `hf://owner/name[@revision][/folder or file]`; `=0.3` behind it is its weight.
 
         Raises:
-            DataError: there is no such file or dataset, or nothing in it can be read.
+            DataError: there is no such file or dataset, nothing in it can be read, or it is Parquet and pyarrow is not installed.
         """
         place, equals, share = location.rpartition("=")
         try:
@@ -72,6 +72,7 @@ class Source:
         if path.is_file():
             if not path.name.endswith(SUFFIXES):
                 raise DataError(f"{path} is none of {', '.join(SUFFIXES)}; convert it to JSON lines")
+            _check_parquet([path])
             return cls(place, weight, (path,))
         if not path.is_dir():
             raise DataError(f"there is no file or folder {place}; pass one that exists, or {HUB_PREFIX}owner/name for a dataset of the Hub")
@@ -79,6 +80,7 @@ class Source:
         files = sorted(file for file in found if not any(part.startswith(".") for part in file.relative_to(path).parts))
         if not files:
             raise DataError(f"{place} holds no {' or '.join(SUFFIXES)} file")
+        _check_parquet(files)
         return cls(place, weight, tuple(files))
 
     @property
@@ -108,6 +110,17 @@ class Source:
         """
         for file in self.files:
             yield from _read_file(file)
+
+
+def _check_parquet(files: Sequence[Path]) -> None:
+    """Refuse Parquet files that cannot be read here, before any work is done for the sources."""
+    found = next((file for file in files if file.name.endswith(".parquet")), None)
+    if found is None:
+        return
+    try:
+        import_module("pyarrow.parquet")
+    except ImportError:
+        raise DataError(f"{found} is a Parquet file, which needs pyarrow: pip install 'unified-speculators[data]'") from None
 
 
 def mix(sources: Sequence[Source], limit: int | None = None) -> Iterator[RawRow]:
@@ -176,10 +189,7 @@ def _is_row(record: dict[str, Any]) -> bool:
 
 
 def _read_parquet(file: Path) -> Iterator[RawRow]:
-    try:
-        arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
-    except ImportError:
-        raise DataError(f"{file} is a Parquet file, which needs pyarrow; install it (pip install pyarrow)") from None
+    arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
     number = 0
     try:
         for batch in parquet.ParquetFile(file).iter_batches(batch_size=256):

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from speculators.data.generation import Job, TokenGenerator
 from speculators.data.journal import Journal, JournalledFile
 from speculators.data.partial import PartialFolder
 from speculators.data.prompts import Prompt
-from speculators.data.questions import ChatFrame, Exchange, SynthesisSettings, question_and_reply, reply
+from speculators.data.questions import ChatFrame, Exchange, SynthesisSettings, plain_text, question_and_reply, reply
 from speculators.data.rows import Conversation
 from speculators.data.statistics import statistics
 from speculators.data.storage import save_conversations
@@ -209,7 +210,10 @@ def answer_prompts(
     fitting = [ids for ids in encoded if len(ids) <= max_prompt_tokens]
     if not fitting:
         raise DataError(f"none of {len(prompts)} prompts has at most {max_prompt_tokens} tokens; raise max_prompt_tokens")
-    jobs = ((number, reply(ids, "prompts", settings, random.Random(f"{settings.seed}/{number}"))) for number, ids in enumerate(fitting))
+    text = partial(plain_text, verifier.tokenizer)
+    jobs = (
+        (number, reply(ids, "prompts", settings, random.Random(f"{settings.seed}/{number}"), text)) for number, ids in enumerate(fitting)
+    )
     generator = TokenGenerator(
         verifier,
         slots=slots,
