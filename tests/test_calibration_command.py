@@ -181,7 +181,7 @@ def test_temperatures_are_stored_with_the_checkpoint_and_used_at_decode(
     report = succeed(*command(folder, folders[1], tmp_path, "--temperature", 1, "--replies", 2), json_path=tmp_path / "out.json")
     assert [r["calibration"]["source"] for r in report["results"]] == [source] * len(report["results"])
     after = {file.name: file.read_bytes() for file in folder.iterdir()}
-    assert {name for name in after if after[name] != before.get(name)} == {"config.json"}, "weights and card are not touched"
+    assert {name for name in after if after[name] != before.get(name)} == {"config.json", "README.md"}, "weights are not touched"
     stored = json.loads(after["config.json"])
     assert stored["foreign"] == [1] and stored["unified_speculators"]["note"] == "kept"
 
@@ -195,6 +195,12 @@ def test_temperatures_are_stored_with_the_checkpoint_and_used_at_decode(
     assert calibration_for(again, 0.9) == found and calibration_for(again, 0.0) is not None, "the other temperature stays"
     again.save_pretrained(tmp_path / "copy")
     assert load(tmp_path / "copy", verifier.weights).calibrations == again.calibrations
+    for card in (folder / "README.md", tmp_path / "copy" / "README.md"):
+        sections = card.read_text().split("\n## ")
+        assert [section.count("\n| ") for section in sections if section.startswith("Calibration\n")] == [2 + len(again.calibrations)]
+    (folder / "README.md").write_text("My own words.")
+    succeed(*command(folder, folders[1], tmp_path, "--temperature", 0), json_path=tmp_path / "greedy.json")
+    assert (folder / "README.md").read_text() == "My own words."
 
 
 def test_prompt_lookup_is_calibrated_without_a_checkpoint(folders: tuple[Path, Path], tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,12 @@ from tiny_models import tiny_verifier
 from typer.testing import CliRunner
 
 from speculators.checkpoint import load, save
+from speculators.checkpoint.calibration import store_calibrations
 from speculators.checkpoint.card import serving_command
 from speculators.checkpoint.inspection import SharedTensor, inspect
+from speculators.cli.inspect import described
 from speculators.cli.main import app
+from speculators.decoding.calibration import Calibration
 from speculators.errors import CheckpointError
 from speculators.registry import get_algorithm
 from speculators.verifier import Verifier
@@ -129,6 +133,28 @@ def test_what_is_shared_with_the_verifier_is_compared_with_it(tmp_path: Path) ->
     assert (found.draft_vocab_size, found.vocab_size) == (20, 61)
     assert found.shared == {embedding: SharedTensor(False, False, None), head: SharedTensor(True, False, True)}
     assert inspect(tmp_path / "reduced").shared[head].equals_verifier is None, "no verifier, no comparison"
+
+
+def test_a_stored_calibration_is_told_with_its_error_before_and_after(tmp_path: Path) -> None:
+    save(drafter("dspark"), tmp_path)
+    card = (tmp_path / "README.md").read_text()
+    fits = ([1.5] * 5, [0.0] * 5, [0.7] * 5)
+    known = Calibration(1.0, "all", "head", *map(tuple, fits), rounds=12_345, raw_ece=0.0912, calibrated_ece=0.0104)  # type: ignore[arg-type]
+    store_calibrations(tmp_path, [known, replace(known, temperature=0.0, raw_ece=None, calibrated_ece=None)])
+    assert inspect(tmp_path).calibrations[1] == known
+    lines = [value for name, value in described(inspect(tmp_path)) if name == "calibration"]
+    assert lines == [
+        "temperature 0, all prompts, confidence head: 12,345 rounds, mean ECE not recorded before, not recorded after (decode)",
+        "temperature 1, all prompts, confidence head: 12,345 rounds, mean ECE 9.12% before, 1.04% after (decode)",
+    ]
+    told = (tmp_path / "README.md").read_text()
+    assert "| 1 | all | confidence head | 12,345 | 9.12% | 1.04% |" in told
+    section = told[told.index("## Calibration") : told.index("## Use")]
+    assert told.replace(section, "") == card, "everything else stays"
+    store_calibrations(tmp_path, [replace(known, calibrated_ece=0.02)])
+    assert (tmp_path / "README.md").read_text() == told.replace("1.04%", "2.00%")
+    edit_config(tmp_path, unified_speculators={"calibration": [{**known.to_json(), "source": "guess"}]})
+    assert "source 'guess' must be one of head, probability, none" in inspect(tmp_path).problems[0]
 
 
 # -- what it finds -----------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Write calibrations into a checkpoint's config.json: a key of our own, which readers of the format ignore."""
+"""Write calibrations into a checkpoint: a key of our own in config.json, which readers of the format ignore, and the model card."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from speculators.checkpoint.native import EXTRA_KEY, read_config_folder
-from speculators.checkpoint.storage import CONFIG_FILE, read_json
+from speculators.checkpoint.card import with_calibrations
+from speculators.checkpoint.native import EXTRA_KEY, may_write_card, read_config_folder
+from speculators.checkpoint.storage import CARD_FILE, CONFIG_FILE, read_json
 from speculators.config import SpeculatorConfig
 from speculators.decoding.calibration import CONFIG_KEY, Calibration, stored_calibrations
 from speculators.errors import CheckpointError
@@ -30,6 +31,8 @@ def check_calibration_target(folder: Path) -> None:
 def store_calibrations(folder: Path, calibrations: Sequence[Calibration]) -> None:
     """Add calibrations to a checkpoint. Those of the same temperature, domain and source are replaced; the weights are not touched.
 
+    The model card tells of them, unless somebody else wrote it.
+
     Raises:
         CheckpointError, DataError: as `check_calibration_target`.
     """
@@ -38,9 +41,13 @@ def store_calibrations(folder: Path, calibrations: Sequence[Calibration]) -> Non
     extra = data.get(EXTRA_KEY)
     extra = dict(extra) if isinstance(extra, dict) else {}
     merged = {_key(calibration): calibration for calibration in (*stored_calibrations(extra), *calibrations)}
-    extra[CONFIG_KEY] = [merged[key].to_json() for key in sorted(merged)]
+    kept = [merged[key] for key in sorted(merged)]
+    extra[CONFIG_KEY] = [calibration.to_json() for calibration in kept]
     data[EXTRA_KEY] = extra
     write_text_atomically(folder / CONFIG_FILE, json.dumps(data, indent=2, sort_keys=True) + "\n")
+    card = folder / CARD_FILE
+    if card.is_file() and may_write_card(card):
+        write_text_atomically(card, with_calibrations(card.read_text(encoding="utf-8"), kept))
 
 
 def without_calibrations(config: SpeculatorConfig) -> SpeculatorConfig:

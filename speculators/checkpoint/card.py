@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,12 +12,15 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
 from speculators.data.default_verifier import DEFAULT_VERIFIER_NAME
+from speculators.decoding.calibration import Calibration
 from speculators.errors import ConfigError
 from speculators.registry import VllmServing, get_algorithm
 from speculators.speculator import Speculator
 
 MARKER = "<!-- written by unified-speculators -->"
 Kind = Literal["decode", "teacher-forced", "train", "simulated"]
+CALIBRATED: dict[str, str] = {"head": "confidence head", "probability": "draft probability", "none": "measured acceptance alone"}
+_CALIBRATION_HEADING = "## Calibration"
 _KINDS: dict[str, str] = {
     "decode": "measured while decoding with the verifier",
     "teacher-forced": "computed on given replies, without decoding",
@@ -111,6 +115,7 @@ def render_card(card: ModelCard, speculator: Speculator, form: str, weights_sha2
         _overview(speculator, trained_for, form, dtype),
         _training(card),
         *_acceptance_tables(card.acceptance),
+        calibration_section(speculator.calibrations),
         _loading(card, speculator, trained_for, base_model),
         card.notes and f"## Notes\n\n{card.notes}",
         _files(weights_sha256),
@@ -187,6 +192,44 @@ def _acceptance_tables(rows: tuple[Acceptance, ...]) -> list[str]:
                 )
         tables.append(f"## Acceptance ({kind})\n\nThese numbers are {kind}: {_KINDS[kind]}. The bonus token counts.\n\n{_table(cells)}")
     return tables
+
+
+def calibration_section(calibrations: Sequence[Calibration]) -> str:
+    """What was fitted, on how much, and what it is worth; empty where nothing was."""
+    if not calibrations:
+        return ""
+    rows = [("temperature", "prompts", "calibrated", "rounds (decode)", "mean ECE before (decode)", "mean ECE after (decode)")]
+    rows += [
+        (
+            f"{one.temperature:g}",
+            one.domain,
+            CALIBRATED[one.source],
+            f"{one.rounds:,}",
+            shown_error(one.raw_ece),
+            shown_error(one.calibrated_ece),
+        )
+        for one in calibrations
+    ]
+    about = (
+        "`config.json` holds what turns confidences into probabilities of acceptance; requests use the fit of the nearest temperature."
+        " ECE is the expected calibration error, the mean over draft positions on prompts that the fit did not see."
+    )
+    return f"{_CALIBRATION_HEADING}\n\n{about}\n\n{_table(rows)}"
+
+
+def with_calibrations(text: str, calibrations: Sequence[Calibration]) -> str:
+    """A card that this library wrote, its section on calibration written anew; everything else stays as it is."""
+    section = calibration_section(calibrations)
+    old = re.search(rf"^{_CALIBRATION_HEADING}\n.*?(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    if old is not None:
+        return f"{text[: old.start()]}{section}\n\n{text[old.end() :]}".rstrip() + "\n"
+    before, heading, after = text.partition("## Use\n")
+    return f"{before.rstrip()}\n\n{section}\n\n{heading}{after}".rstrip() + "\n"
+
+
+def shown_error(ece: float | None) -> str:
+    """An expected calibration error for people."""
+    return "not recorded" if ece is None else f"{ece:.2%}"
 
 
 def _loading(card: ModelCard, speculator: Speculator, trained_for: str, base_model: str) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from speculators.checkpoint.card import serving_command
 from speculators.checkpoint.convert.formats import NATIVE, detect_format, get_format
-from speculators.checkpoint.native import compact_hash, read_config_folder
+from speculators.checkpoint.native import EXTRA_KEY, compact_hash, read_config_folder
 from speculators.checkpoint.shared import (
     EMBEDDING,
     SHARED_NAMES,
@@ -28,6 +28,7 @@ from speculators.checkpoint.shared import (
 from speculators.checkpoint.storage import CONFIG_FILE, StoredTensors, read_json, read_tensors, resolve, weight_files
 from speculators.checkpoint.validation import offences, skeleton
 from speculators.config import SpeculatorConfig
+from speculators.decoding.calibration import Calibration, stored_calibrations
 from speculators.errors import CheckpointError, SpeculatorsError
 from speculators.registry import algorithms
 from speculators.speculator import Speculator, VerifierWeights
@@ -91,6 +92,7 @@ class Inspection:
         weight_files: names of the weights files, the index excluded.
         form: "full" or "compact".
         shared: by tensor name, what it shares with the verifier.
+        calibrations: what was fitted to its confidence, by temperature and kind of prompts.
         vllm: None as well for a method that vLLM has no drafter for, and for another format than ours.
         notes: worth knowing, not wrong.
         problems: every rule that is broken, a sentence each.
@@ -116,6 +118,7 @@ class Inspection:
     weight_files: tuple[str, ...]
     form: str | None
     shared: dict[str, SharedTensor]
+    calibrations: tuple[Calibration, ...]
     vllm: ServedByVllm | None
     notes: tuple[str, ...]
     problems: tuple[str, ...]
@@ -189,6 +192,7 @@ def inspect(path_or_repo: str | Path, verifier: VerifierWeights | None = None, *
         weight_files=tuple(file.name for file in files),
         form=None if config is None else "full" if embedding_hash is None else "compact",
         shared={} if stored is None or config is None else _shared(config, stored.tensors, verifier),
+        calibrations=tuple(_attempt(problems, stored_calibrations, values.get(EXTRA_KEY)) or ()),
         vllm=None if config is None or format_name != NATIVE else _served(config, str(path_or_repo), verifier_name),
         notes=tuple(notes),
         problems=tuple(dict.fromkeys(problems)),

@@ -12,6 +12,7 @@ from speculators.errors import CheckpointError
 
 if TYPE_CHECKING:
     from speculators.checkpoint.inspection import Inspection, SharedTensor
+    from speculators.decoding.calibration import Calibration
 
 
 def inspect(
@@ -50,6 +51,7 @@ def described(inspection: Inspection) -> list[tuple[str, str]]:
         ("draft vocabulary", _coverage(found.draft_vocab_size, found.vocab_size)),
         ("form", _known(found.form)),
         *((name, _ownership(tensor)) for name, tensor in found.shared.items()),
+        *(("calibration", _calibrated(calibration)) for calibration in found.calibrations),
     ]
     served = found.vllm
     if served is not None:
@@ -64,6 +66,14 @@ def described(inspection: Inspection) -> list[tuple[str, str]]:
         lines.append(("vLLM", "has no drafter of its own for this method"))
     lines += [("note", note) for note in found.notes]
     return lines + ([("problem", problem) for problem in found.problems] or [("problems", "none found")])
+
+
+def _calibrated(calibration: Calibration) -> str:
+    from speculators.checkpoint.card import CALIBRATED, shown_error
+
+    fitted = f"temperature {calibration.temperature:g}, {calibration.domain} prompts, {CALIBRATED[calibration.source]}"
+    errors = f"mean ECE {shown_error(calibration.raw_ece)} before, {shown_error(calibration.calibrated_ece)} after (decode)"
+    return f"{fitted}: {calibration.rounds:,} rounds, {errors}"
 
 
 def _known(value: object) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ class Calibration:
         offset: [K], b_k that the scaled logits are moved by; 0 is the paper's method.
         acceptance: [K], conditional acceptance of draft k in the rounds of the fit.
         rounds: how many those were.
+        raw_ece, calibrated_ece: expected calibration error before and after, the mean over positions on prompts that the fit did
+            not see; None where it was not recorded.
     """
 
     temperature: float
@@ -41,6 +43,8 @@ class Calibration:
     offset: tuple[float, ...]
     acceptance: tuple[float, ...]
     rounds: int
+    raw_ece: float | None = None
+    calibrated_ece: float | None = None
 
     def apply(self, confidence: Tensor) -> Tensor:
         """Calibrated confidence: sigmoid(logit(c_k) / T_k + b_k), [rows, k] -> [rows, k] float64.
@@ -68,6 +72,8 @@ class Calibration:
             scaling, offset = (tuple(float(value) for value in data[name]) for name in ("scaling", "offset"))
             if len(scaling) != len(offset) or not all(0 < t < math.inf for t in scaling) or not all(map(math.isfinite, offset)):
                 raise ValueError(f"scaling {list(scaling)} must be positive, and offset {list(offset)} as many finite numbers")
+            if data["source"] not in get_args(ConfidenceSource):
+                raise ValueError(f"source {data['source']!r} must be one of {', '.join(get_args(ConfidenceSource))}")
             return cls(
                 temperature=float(data["temperature"]),
                 domain=str(data["domain"]),
@@ -76,6 +82,7 @@ class Calibration:
                 offset=offset,
                 acceptance=tuple(min(1.0, max(0.0, float(value))) for value in data["acceptance"]),
                 rounds=whole_number(data["rounds"], "rounds"),
+                **{name: None if data.get(name) is None else float(data[name]) for name in ("raw_ece", "calibrated_ece")},
             )
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(

@@ -59,7 +59,7 @@ class CalibrationResult:
     def mean_ece(self) -> dict[str, float]:
         """Mean over positions of each of the three."""
         sides = {"raw": self.raw, "temperatures_only": self.temperatures_only, "calibrated": self.calibrated}
-        return {name: float(np.mean([quality.ece for quality in side])) for name, side in sides.items()}
+        return {name: _mean_ece(side) for name, side in sides.items()}
 
     def to_json(self) -> dict[str, Any]:
         """All of it, as JSON values rounded to six digits."""
@@ -106,6 +106,10 @@ def calibrate(
     return results
 
 
+def _mean_ece(qualities: Sequence[PositionQuality]) -> float:
+    return float(np.mean([quality.ece for quality in qualities]))
+
+
 def _result(fit: Records, judged: Records, domain: str, source: ConfidenceSource, temperature: float) -> CalibrationResult:
     acceptance = fit.conditional_acceptance()
     if source == "none":
@@ -128,8 +132,9 @@ def _result(fit: Records, judged: Records, domain: str, source: ConfidenceSource
         conditional = kept / np.concatenate([np.ones((len(kept), 1)), kept[:, :-1]], axis=1)
     raw, temperatures_only, calibrated = (tuple(quality_by_position(side, judged.accepted, judged.observed)) for side in sides)
     t, b, measured = (tuple(round(value, 6) for value in values) for values in (scaling, offset, acceptance))
+    before, after = (round(_mean_ece(side), 6) for side in (raw, calibrated))
     return CalibrationResult(
-        Calibration(temperature, domain, source, t, b, measured, len(fit)),
+        Calibration(temperature, domain, source, t, b, measured, len(fit), before, after),
         fit_prompts=len(np.unique(fit.prompt)),
         validation_prompts=len(np.unique(judged.prompt)),
         validation_rounds=len(judged),
