@@ -18,10 +18,13 @@ import torch
 from torch import Tensor
 
 from speculators.kernels.head_rotation import rotate_heads
+from speculators.kernels.launch import dependent_launch
 
 try:
     import triton
     import triton.language as tl
+
+    from speculators.kernels.launch import wait_for_inputs
 except ImportError:  # no build for this platform: the reference serves it
     triton = None
 
@@ -102,8 +105,10 @@ if triton is not None:
         HALF_BLOCK: tl.constexpr,
         NORMALISE: tl.constexpr,
         WRITE: tl.constexpr,
+        PDL: tl.constexpr,
     ):
         """One program a token and block of heads, in two halves."""
+        wait_for_inputs(PDL)
         token = tl.program_id(0).to(tl.int64)
         head = tl.program_id(1) * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK)[:, None]
         half = tl.arange(0, HALF_BLOCK)[None, :]
@@ -173,6 +178,7 @@ def _kernel(
             memory[0].stride(0), memory[1].stride(0), epsilon,
             QUERY_HEADS=heads - 2 * key_heads, KEY_HEADS=key_heads, HALF=size // 2, HEADS_BLOCK=block,
             HALF_BLOCK=triton.next_power_of_2(size // 2), NORMALISE=query_norm is not None, WRITE=cache is not None, num_warps=4,
+            **dependent_launch(states),
         )  # fmt: skip
 
 

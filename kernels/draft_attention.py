@@ -19,11 +19,14 @@ import torch
 from torch import Tensor
 
 from speculators.kernels.dot import dot
+from speculators.kernels.launch import dependent_launch
 from speculators.kernels.visible_keys import VisibleKeys
 
 try:
     import triton
     import triton.language as tl
+
+    from speculators.kernels.launch import wait_for_inputs
 except ImportError:  # no build for this platform: the reference serves it
     triton = None
 
@@ -31,7 +34,8 @@ __all__ = ["draft_attention"]
 
 _CHUNK = 128  # context keys of a program: at 2,048 keys and 8 key heads, one program for every multiprocessor
 _CHUNKS = 64  # at most; a longer context has longer chunks
-_KEYS = 64  # of one step of it, half as many in float32
+_KEYS = 64  # of one step of it, at most,
+_STEP_BYTES = 1 << 14  # whose keys fill at most so much: shared memory holds two steps of keys and values, whatever their size
 _QUERIES = 64  # queries of a program, those of all heads of a key head together
 
 
@@ -89,9 +93,10 @@ if triton is not None:
         query_row, query_stride, query_head, block_key_row, block_key_stride, block_key_head, block_value_row, block_value_stride,
         block_value_head, context_key_row, context_key_stride, context_key_head, context_value_row, context_value_stride,
         context_value_head,
-        CHUNK: tl.constexpr, KEYS: tl.constexpr, QUERIES: tl.constexpr, SIZE: tl.constexpr,
+        CHUNK: tl.constexpr, KEYS: tl.constexpr, QUERIES: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
     ):  # fmt: skip
         """One program a row, key head, chunk and block of queries; the last chunk is the row's block keys."""
+        wait_for_inputs(PDL)
         row = (tl.program_id(0) // splits).to(tl.int64)
         split = tl.program_id(0) % splits
         head = tl.program_id(1)
@@ -128,8 +133,12 @@ if triton is not None:
         tl.store(partial + out[:, None] * size + d[None, :], acc, mask=here[:, None] & (d < size)[None, :])
 
     @triton.jit
-    def _sum_kernel(partial, largest, total, out, queries, groups, heads, size, splits, SPLITS: tl.constexpr, SIZE: tl.constexpr):
+    def _sum_kernel(
+        partial, largest, total, out, queries, groups, heads, size, splits,
+        SPLITS: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
+    ):  # fmt: skip
         """One program a row, query and query head: the chunks' sum, zero where a query sees nothing."""
+        wait_for_inputs(PDL)
         at = tl.program_id(0).to(tl.int64)  # of [R, Q, Hk * G]
         query_head = at % (heads * groups)
         query = at // (heads * groups) % queries
@@ -163,6 +172,7 @@ def _kernel(
     chunk = max(_CHUNK, triton.next_power_of_2(triton.cdiv(context_keys, _CHUNKS)))
     splits = triton.cdiv(context_keys, chunk) + 1
     size_block = max(16, triton.next_power_of_2(size))
+    keys = max(16, min(_KEYS, _STEP_BYTES // (size_block * query.element_size())))
     block = min(_QUERIES, max(16, triton.next_power_of_2(groups * queries)))
     partial = torch.empty(rows, heads, splits, groups * queries, size, dtype=torch.float32, device=query.device)
     largest, total = torch.empty(2, rows, heads, splits, groups * queries, dtype=torch.float32, device=query.device)
@@ -173,11 +183,12 @@ def _kernel(
             query, block_key, block_value, context_key, context_value,
             visible.context_start, visible.context_end, visible.block_start, visible.block_end, partial, largest, total,
             queries, groups, context_keys, block_key.shape[1], size, scale, splits, *strides,
-            CHUNK=chunk, KEYS=_KEYS // max(1, query.element_size() // 2), QUERIES=block, SIZE=size_block, num_warps=4, num_stages=2,
+            CHUNK=chunk, KEYS=keys, QUERIES=block, SIZE=size_block, num_warps=4, num_stages=2,
+            **dependent_launch(query),
         )  # fmt: skip
         _sum_kernel[(rows * queries * query_heads,)](
             partial, largest, total, out, queries, groups, heads, size, splits,
-            SPLITS=triton.next_power_of_2(splits), SIZE=size_block, num_warps=2,
+            SPLITS=triton.next_power_of_2(splits), SIZE=size_block, num_warps=2, **dependent_launch(query),
         )  # fmt: skip
     return out
 

@@ -9,9 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from speculators.kernels.launch import dependent_launch
+
 try:
     import triton
     import triton.language as tl
+
+    from speculators.kernels.launch import wait_for_inputs
 except ImportError:  # no build for this platform: the reference serves it
     triton = None
 
@@ -22,8 +26,9 @@ _BLOCK = 1024
 if triton is not None:
 
     @triton.jit
-    def _gated_halves_kernel(states, out, size, BLOCK: tl.constexpr):
+    def _gated_halves_kernel(states, out, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
         """One program a token and block of columns."""
+        wait_for_inputs(PDL)
         token = tl.program_id(0).to(tl.int64)
         column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside = column < size
@@ -51,5 +56,6 @@ def gated_halves(states: Tensor, *, implementation: Literal["auto", "reference",
     states, size = states.contiguous(), states.shape[-1] // 2
     out = torch.empty(*states.shape[:-1], size, dtype=states.dtype, device=states.device)
     with torch.cuda.device_of(states):
-        _gated_halves_kernel[(out.numel() // size, triton.cdiv(size, _BLOCK))](states, out, size, BLOCK=_BLOCK, num_warps=4)
+        grid = (out.numel() // size, triton.cdiv(size, _BLOCK))
+        _gated_halves_kernel[grid](states, out, size, BLOCK=_BLOCK, num_warps=4, **dependent_launch(states))
     return out

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from speculators.decoding.rejection import Acceptance, accept_greedy
+from speculators.kernels.launch import dependent_launch
 from speculators.kernels.likeliest_tokens import Implementation, tiles_of, use_kernel, with_unit_stride
 
 try:
     import triton
     import triton.language as tl
 
+    from speculators.kernels.launch import wait_for_inputs
     from speculators.kernels.likeliest_tokens import tile_argmax_kernel
 except ImportError:  # no build for this platform: the reference serves it
     triton = None
@@ -27,9 +29,11 @@ if triton is not None:
 
     @triton.jit
     def _compare_kernel(
-        token_ids, lengths, largest, choice, accepted_out, next_token, drafts, token_stride, TILES: tl.constexpr, TILES_BLOCK: tl.constexpr
-    ):
+        token_ids, lengths, largest, choice, accepted_out, next_token, drafts, token_stride,
+        TILES: tl.constexpr, TILES_BLOCK: tl.constexpr, PDL: tl.constexpr,
+    ):  # fmt: skip
         """One program a row: the longest prefix of drafts that are the verifier's most likely tokens."""
+        wait_for_inputs(PDL)
         row = tl.program_id(0).to(tl.int64)
         length = tl.load(lengths + row)
         tile = tl.arange(0, TILES_BLOCK)
@@ -60,11 +64,12 @@ def _greedy_kernel(token_ids: Tensor, lengths: Tensor, logits: Tensor) -> Accept
     accepted, next_token = torch.empty_like(lengths), torch.empty_like(lengths)
     with torch.cuda.device_of(token_ids):
         tile_argmax_kernel[(batch * (drafts + 1), tiles)](
-            logits, largest, choice, drafts + 1, logits.stride(0), logits.stride(1), vocabulary, TILES=tiles, TILE=tile, num_warps=8
-        )
+            logits, largest, choice, drafts + 1, logits.stride(0), logits.stride(1), vocabulary, TILES=tiles, TILE=tile, num_warps=8,
+            **dependent_launch(logits),
+        )  # fmt: skip
         _compare_kernel[(batch,)](
             token_ids, lengths, largest, choice, accepted, next_token, drafts, token_ids.stride(0),
-            TILES=tiles, TILES_BLOCK=triton.next_power_of_2(tiles), num_warps=1,
+            TILES=tiles, TILES_BLOCK=triton.next_power_of_2(tiles), num_warps=1, **dependent_launch(logits),
         )  # fmt: skip
     return Acceptance(accepted, next_token)
 

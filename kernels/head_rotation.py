@@ -17,9 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from speculators.kernels.launch import dependent_launch
+
 try:
     import triton
     import triton.language as tl
+
+    from speculators.kernels.launch import wait_for_inputs
 except ImportError:  # no build for this platform: the reference serves it
     triton = None
 
@@ -51,8 +55,10 @@ if triton is not None:
         HEADS_BLOCK: tl.constexpr,
         HALF_BLOCK: tl.constexpr,
         NORMALISE: tl.constexpr,
+        PDL: tl.constexpr,
     ):
         """One program a token and block of heads, in two halves."""
+        wait_for_inputs(PDL)
         token = tl.program_id(0).to(tl.int64)
         head = tl.program_id(1) * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK)[:, None]
         half = tl.arange(0, HALF_BLOCK)[None, :]
@@ -86,7 +92,7 @@ def _kernel(x: Tensor, cosine: Tensor, sine: Tensor, weight: Tensor | None, epsi
         _rotate_heads_kernel[(len(flat), triton.cdiv(heads, block))](
             flat, cosine, sine, weight, out, flat.stride(0), flat.stride(1), epsilon,
             HEADS=heads, HALF=size // 2, HEADS_BLOCK=block, HALF_BLOCK=triton.next_power_of_2(size // 2), NORMALISE=weight is not None,
-            num_warps=4,
+            num_warps=4, **dependent_launch(x),
         )  # fmt: skip
     return out
 

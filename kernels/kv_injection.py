@@ -20,9 +20,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from speculators.kernels.launch import dependent_launch
+from speculators.kernels.skinny_linear import skinny_linear
+
 try:
     import triton
     import triton.language as tl
+
+    from speculators.kernels.launch import wait_for_inputs
 except ImportError:  # no build for this platform: the reference serves it
     triton = None
 
@@ -77,7 +82,7 @@ class InjectionWeights:
 def _project(features: Tensor, weights: InjectionWeights, memory: Tensor) -> Tensor:
     """[R, W, H] -> [R, W, L, 2, Hk, D]: the one product."""
     layers, _, _, _, heads, head_dim = memory.shape
-    states: Tensor = F.linear(features, weights.projection, weights.bias).unflatten(-1, (layers, 2, heads, head_dim))
+    states: Tensor = skinny_linear(features, weights.projection, weights.bias).unflatten(-1, (layers, 2, heads, head_dim))
     return states
 
 
@@ -123,8 +128,10 @@ if triton is not None:
         HALF: tl.constexpr,
         HEADS_BLOCK: tl.constexpr,
         HALF_BLOCK: tl.constexpr,
+        PDL: tl.constexpr,
     ):
         """One program a token and layer: all its heads, in two halves."""
+        wait_for_inputs(PDL)
         token = tl.program_id(0).to(tl.int64)
         layer = tl.program_id(1).to(tl.int64)
         layers = tl.num_programs(1)
@@ -180,6 +187,7 @@ def _kernel(states: Tensor, weights: InjectionWeights, start: Tensor, counts: Te
             HEADS_BLOCK=triton.next_power_of_2(heads),
             HALF_BLOCK=triton.next_power_of_2(head_dim // 2),
             num_warps=4,
+            **dependent_launch(states),
         )
 
 

@@ -13,9 +13,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from speculators.kernels.launch import dependent_launch
+
 try:
     import triton
     import triton.language as tl
+
+    from speculators.kernels.launch import wait_for_inputs
 except ImportError:  # no build for this platform: the reference serves it
     triton = None
 
@@ -28,8 +32,12 @@ _TILE = 4096
 if triton is not None:
 
     @triton.jit
-    def tile_argmax_kernel(values, largest, choice, slots, row_stride, slot_stride, vocabulary, TILES: tl.constexpr, TILE: tl.constexpr):
+    def tile_argmax_kernel(
+        values, largest, choice, slots, row_stride, slot_stride, vocabulary,
+        TILES: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+    ):  # fmt: skip
         """One program a slot and tile: the largest logit and the first column that has it."""
+        wait_for_inputs(PDL)
         slot = tl.program_id(0).to(tl.int64)
         tile = tl.program_id(1)
         columns = tile * TILE + tl.arange(0, TILE)
@@ -40,8 +48,11 @@ if triton is not None:
         tl.store(choice + slot * TILES + tile, tl.min(tl.where(x == top, columns, vocabulary - 1), 0))
 
     @triton.jit
-    def _best_tile_kernel(largest, choice, ids, token_ids, REDUCED: tl.constexpr, TILES: tl.constexpr, TILES_BLOCK: tl.constexpr):
+    def _best_tile_kernel(
+        largest, choice, ids, token_ids, REDUCED: tl.constexpr, TILES: tl.constexpr, TILES_BLOCK: tl.constexpr, PDL: tl.constexpr
+    ):
         """One program a slot: the first of the best tiles."""
+        wait_for_inputs(PDL)
         slot = tl.program_id(0).to(tl.int64)
         tile = tl.arange(0, TILES_BLOCK)
         tops = tl.load(largest + slot * TILES + tile, mask=tile < TILES, other=float("-inf"))
@@ -92,9 +103,11 @@ def likeliest_tokens(logits: Tensor, ids: Tensor | None = None, *, implementatio
     token_ids = torch.empty(rows, slots, dtype=torch.int64, device=logits.device)
     with torch.cuda.device_of(logits):
         tile_argmax_kernel[(rows * slots, tiles)](
-            logits, largest, choice, slots, logits.stride(0), logits.stride(1), vocabulary, TILES=tiles, TILE=tile, num_warps=8
-        )
+            logits, largest, choice, slots, logits.stride(0), logits.stride(1), vocabulary, TILES=tiles, TILE=tile, num_warps=8,
+            **dependent_launch(logits),
+        )  # fmt: skip
         _best_tile_kernel[(rows * slots,)](
-            largest, choice, ids, token_ids, REDUCED=ids is not None, TILES=tiles, TILES_BLOCK=triton.next_power_of_2(tiles), num_warps=1
-        )
+            largest, choice, ids, token_ids, REDUCED=ids is not None, TILES=tiles, TILES_BLOCK=triton.next_power_of_2(tiles), num_warps=1,
+            **dependent_launch(logits),
+        )  # fmt: skip
     return token_ids

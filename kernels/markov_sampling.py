@@ -27,10 +27,13 @@ from torch.nn import functional as F
 from speculators.decoding.randomness import Purpose, gumbel
 from speculators.kernels.counter_random import absorb, as_uniform, seed_argument
 from speculators.kernels.dot import dot
+from speculators.kernels.launch import dependent_launch
 
 try:
     import triton
     import triton.language as tl
+
+    from speculators.kernels.launch import wait_for_inputs
 except ImportError:  # no build for this platform: the reference serves it
     triton = None
 
@@ -167,8 +170,10 @@ if triton is not None:
         ROWS: tl.constexpr,
         COLUMNS: tl.constexpr,
         RANK: tl.constexpr,
+        PDL: tl.constexpr,
     ):
         """One program a tile of columns and block of rows; with a shortlist, whose columns differ by row, one row a program."""
+        wait_for_inputs(PDL)
         tile = tl.program_id(0)
         row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
         column = tile * COLUMNS + tl.arange(0, COLUMNS)
@@ -226,8 +231,10 @@ if triton is not None:
         REDUCED: tl.constexpr,
         TILES: tl.constexpr,
         TILES_BLOCK: tl.constexpr,
+        PDL: tl.constexpr,
     ):
         """One program a row: the best of the tiles, the first of equal ones."""
+        wait_for_inputs(PDL)
         row = tl.program_id(0).to(tl.int64)
         tile = tl.arange(0, TILES_BLOCK)
         inside = tile < TILES
@@ -275,12 +282,12 @@ def _kernel(chain: MarkovChain, draw: Randomness | None, shortlist: Tensor | Non
                 int(Purpose.DRAFT), rows, k, slots, columns, logits.stride(0), logits.stride(1), rank,
                 1.0 if draw is None else draw.temperature,
                 SAMPLED=draw is not None, SHORTLIST=shortlist is not None, TILES=tiles, ROWS=row_block, COLUMNS=block, RANK=rank_block,
-                num_warps=4,
+                num_warps=4, **dependent_launch(logits),
             )  # fmt: skip
             _pick_kernel[(rows,)](
                 scores, choice, chosen, largest, sums, shortlist, ids, token_ids, following, log_normaliser, log_probability, k, slots,
                 columns, SHORTLIST=shortlist is not None, REDUCED=ids is not None, TILES=tiles, TILES_BLOCK=triton.next_power_of_2(tiles),
-                num_warps=4,
+                num_warps=4, **dependent_launch(logits),
             )  # fmt: skip
             previous = following
     return MarkovDrafts(token_ids, torch.stack(kept, dim=1), log_normaliser, log_probability, shortlist)

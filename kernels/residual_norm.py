@@ -15,9 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from speculators.kernels.launch import dependent_launch
+
 try:
     import triton
     import triton.language as tl
+
+    from speculators.kernels.launch import wait_for_inputs
 except ImportError:  # no build for this platform: the reference serves it
     triton = None
 
@@ -33,8 +37,11 @@ if triton is not None:
         return x * scale * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
 
     @triton.jit
-    def _add_rms_norm_kernel(x, update, weight, total, normed, x_stride, update_stride, size, epsilon, BLOCK: tl.constexpr):
+    def _add_rms_norm_kernel(
+        x, update, weight, total, normed, x_stride, update_stride, size, epsilon, BLOCK: tl.constexpr, PDL: tl.constexpr
+    ):
         """One program a token."""
+        wait_for_inputs(PDL)
         token = tl.program_id(0).to(tl.int64)
         column = tl.arange(0, BLOCK)
         inside = column < size
@@ -48,9 +55,10 @@ if triton is not None:
     @triton.jit
     def _joined_norms_kernel(
         first, second, first_weight, second_weight, out, first_stride, second_stride, size, first_epsilon, second_epsilon,
-        BLOCK: tl.constexpr,
+        BLOCK: tl.constexpr, PDL: tl.constexpr,
     ):  # fmt: skip
         """One program a token and half."""
+        wait_for_inputs(PDL)
         token = tl.program_id(0).to(tl.int64)
         column = tl.arange(0, BLOCK)
         inside = column < size
@@ -107,8 +115,9 @@ def add_rms_norm(
     normed = torch.empty_like(total)
     with torch.cuda.device_of(x):
         _add_rms_norm_kernel[(len(rows),)](
-            rows, summands, weight, total, normed, rows.stride(0), summands.stride(0), size, epsilon, **_launch_options(size)
-        )
+            rows, summands, weight, total, normed, rows.stride(0), summands.stride(0), size, epsilon,
+            **_launch_options(size), **dependent_launch(x),
+        )  # fmt: skip
     return total, normed
 
 
@@ -141,6 +150,6 @@ def joined_norms(
     with torch.cuda.device_of(first):
         _joined_norms_kernel[(len(left), 2)](
             left, right, first_weight, second_weight, out, left.stride(0), right.stride(0), size, first_epsilon, second_epsilon,
-            **_launch_options(size),
+            **_launch_options(size), **dependent_launch(first),
         )  # fmt: skip
     return out

@@ -6,6 +6,8 @@
 A program streams all columns of a few rows of W through a pipeline of tiles and multiplies them with all tokens at once. Sums run
 over the columns in one order, in float32, whatever the number of tokens: a token comes out the same alone and in company.
 
+Launched early (see `launch`), a program asks for the beginning of its rows while the kernel that computes x still runs.
+
 Only where a benchmark (`benchmarks/products.py`) found it faster than cuBLAS does it run; see `FASTER`.
 """
 
@@ -21,35 +23,60 @@ from torch.nn import functional as F
 
 from speculators.kernels.dot import dot
 from speculators.kernels.gated_halves import gated_halves
+from speculators.kernels.launch import dependent_launch
 
 try:
     import triton
     import triton.language as tl
+
+    from speculators.kernels.launch import fetch_ahead, wait_for_inputs
 except ImportError:  # no build for this platform: the reference serves it
     triton = None
 
-__all__ = ["FASTER", "MAX_TOKENS", "Tiles", "skinny_gated_linear", "skinny_linear"]
+__all__ = ["FASTER", "MAX_TOKENS", "Range", "Tiles", "skinny_gated_linear", "skinny_linear"]
 
 Implementation = Literal["auto", "reference", "triton"]
 
 MAX_TOKENS = 16  # of one reading of the weights: columns of a matrix product on tensor cores
-# Where the kernel was measured to be faster: compute capability -> at most so many tokens, weights of at least so many bytes.
-FASTER: dict[tuple[int, int], tuple[int, int]] = {}
+
+
+@dataclass(frozen=True)
+class Range:
+    """Products that the kernel is faster for: x of so many tokens, inclusive, and a W of at least so many columns and bytes."""
+
+    least_tokens: int
+    most_tokens: int
+    least_columns: int
+    least_bytes: int
+
+    def holds(self, tokens: int, weight: Tensor) -> bool:
+        """Whether it contains the product of so many tokens with [rows, columns]."""
+        size = weight.numel() * weight.element_size()
+        return self.least_tokens <= tokens <= self.most_tokens and weight.shape[-1] >= self.least_columns and size >= self.least_bytes
+
+
+# By compute capability, what was measured: benchmarks/results/products_h200.md. At 8 and 16 tokens 1.05 to 1.11 times cuBLAS on the
+# smaller half of a Qwen3-8B drafter's products and 0.99 to 1.00 times on the others; at 1 token behind on all but one.
+FASTER = {(9, 0): Range(least_tokens=5, most_tokens=MAX_TOKENS, least_columns=4096, least_bytes=1 << 23)}
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a program reads: tiles of `rows` by `columns` of W, `stages` of them on their way, by so many warps."""
+    """How a program reads: tiles of `rows` by `columns` of W, `stages` of them on their way, by so many warps.
 
-    rows: int
-    columns: int = 256  # 512 bytes of a row, one after the other
+    `ahead`, a power of two: bytes of each row that it asks for before x is there.
+    """
+
+    rows: int = 32
+    columns: int = 256
     stages: int = 4
     warps: int = 4
+    ahead: int = 2048
 
     @classmethod
-    def of(cls, tokens: int) -> "Tiles":
-        """Few tokens leave the bandwidth to W; more of them, which every program reads, want fewer programs."""
-        return cls(16 if tokens <= 4 else 32)
+    def of(cls, dtype: torch.dtype) -> "Tiles":
+        """512 bytes of a row, one after the other: what is on its way fills as much shared memory in any dtype."""
+        return cls(columns=512 // dtype.itemsize)
 
 
 if triton is not None:
@@ -69,13 +96,22 @@ if triton is not None:
         COLUMNS: tl.constexpr,
         EVEN: tl.constexpr,
         GATED: tl.constexpr,
+        AHEAD: tl.constexpr,
+        PDL: tl.constexpr,
     ):
         """One program a block of rows of W, with GATED those of both halves, and block of tokens."""
         row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
         column = tl.arange(0, COLUMNS)
         here = row < rows
-        place = tl.minimum(row, rows - 1).to(tl.int64)[:, None] * columns + column[None, :]
+        first = tl.minimum(row, rows - 1).to(tl.int64) * columns
+        if PDL:
+            room = columns * (weight.dtype.element_ty.primitive_bitwidth // 8)
+            fetch_ahead(weight + first, AHEAD, room)
+            if GATED:
+                fetch_ahead(other_weight + first, AHEAD, room)
+        wait_for_inputs(PDL)
+        place = first[:, None] + column[None, :]
         x_source = x + token[None, :] * x_stride + column[:, None]
         total = tl.zeros((ROWS, TOKENS), tl.float32)
         second = tl.zeros((ROWS, TOKENS), tl.float32)
@@ -110,12 +146,12 @@ def _kernel(x: Tensor, weight: Tensor, gated: bool, tiles: Tiles | None) -> Tens
     tokens, columns = flat.shape
     rows = len(weight) // 2 if gated else len(weight)
     out = torch.empty(*x.shape[:-1], rows, dtype=x.dtype, device=x.device)
-    tiles = Tiles.of(tokens) if tiles is None else tiles
+    tiles = Tiles.of(weight.dtype) if tiles is None else tiles
     with torch.cuda.device_of(x):
         _skinny_linear_kernel[(triton.cdiv(rows, tiles.rows), triton.cdiv(tokens, MAX_TOKENS))](
             flat, weight, weight[rows:] if gated else weight, out, tokens, rows, columns, flat.stride(0),
             TOKENS=MAX_TOKENS, ROWS=tiles.rows, COLUMNS=tiles.columns, EVEN=columns % tiles.columns == 0, GATED=gated,
-            num_warps=tiles.warps, num_stages=tiles.stages,
+            AHEAD=tiles.ahead, num_warps=tiles.warps, num_stages=tiles.stages, **dependent_launch(x),
         )  # fmt: skip
     return out
 
@@ -123,11 +159,12 @@ def _kernel(x: Tensor, weight: Tensor, gated: bool, tiles: Tiles | None) -> Tens
 def _use_kernel(implementation: Implementation, x: Tensor, weight: Tensor) -> bool:
     if implementation != "auto":
         return implementation == "triton"
-    if not FASTER or triton is None or not x.is_cuda or torch.is_grad_enabled() or not weight.is_contiguous():
+    if triton is None or not x.is_cuda or torch.is_grad_enabled() or not weight.is_contiguous():
         return False
-    most_tokens, least_bytes = FASTER.get(torch.cuda.get_device_capability(x.device), (0, 0))
-    kind = x.dtype in (torch.bfloat16, torch.float16) and weight.dtype == x.dtype
-    return kind and x.numel() <= most_tokens * x.shape[-1] and weight.numel() * weight.element_size() >= least_bytes
+    if x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype:
+        return False
+    measured = FASTER.get(torch.cuda.get_device_capability(x.device))
+    return measured is not None and measured.holds(x.numel() // x.shape[-1], weight)
 
 
 def skinny_linear(

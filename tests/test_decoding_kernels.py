@@ -14,12 +14,13 @@ from tiny_drafters import attend_few, decode_logits, drafter, moved, on_kernels,
 from speculators.algorithms import dflash, input_fusion, layers
 from speculators.algorithms.layers import Attention, DecoderLayer, RotaryEmbedding
 from speculators.config import LayerConfig
+from speculators.kernels import launch
 from speculators.kernels.attention_heads import CacheSlots, attention_heads
 from speculators.kernels.gated_halves import gated_halves
 from speculators.kernels.joined_projections import joined
 from speculators.kernels.likeliest_tokens import likeliest_tokens
 from speculators.kernels.residual_norm import add_rms_norm, joined_norms
-from speculators.kernels.skinny_linear import skinny_gated_linear, skinny_linear
+from speculators.kernels.skinny_linear import Range, skinny_gated_linear, skinny_linear
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FLOAT32, BFLOAT16 = {"rtol": 1e-5, "atol": 1e-5}, {"rtol": 2e-2, "atol": 2e-2}
@@ -84,6 +85,44 @@ def test_a_token_comes_out_the_same_alone_and_in_company() -> None:
     x, weight = random(16, 520), random(40, 520, seed=1)
     together = skinny_linear(x, weight, implementation="triton")
     assert all(torch.equal(skinny_linear(x[i : i + 1], weight, implementation="triton")[0], together[i]) for i in (0, 7, 15))
+
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+
+
+@pytest.mark.skipif(not HOPPER, reason="before compute capability 9.0 kernels run one after the other")
+def test_kernels_launched_early_compute_what_they_compute_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, norm = random(8, 1024, dtype=torch.bfloat16), random(1024, dtype=torch.bfloat16, seed=1)
+    wide, square = (random(rows, 1024, dtype=torch.bfloat16, seed=rows) / 32 for rows in (2048, 1024))
+
+    def chain() -> torch.Tensor:
+        x, update = start, start
+        for _ in range(20):  # memory is used again, so that a kernel too early would read or overwrite what another needs
+            x, normed = add_rms_norm(x, update, norm, 1e-5, implementation="triton")
+            update = skinny_linear(skinny_gated_linear(normed, wide, implementation="triton"), square, implementation="triton")
+        return x + update
+
+    expected = chain()
+    monkeypatch.setattr(launch, "enabled", True)
+    assert torch.equal(chain(), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain()
+    for _ in range(20):
+        captured.zero_()
+        graph.replay()
+        assert torch.equal(captured, expected)
+
+
+def test_where_kernels_cannot_launch_early_they_launch_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "enabled", True)
+    assert launch.dependent_launch(torch.zeros(1)) == {"PDL": False}
+
+
+def test_the_range_of_the_skinny_product_holds_its_ends_and_nothing_outside() -> None:
+    measured, weight = Range(least_tokens=5, most_tokens=16, least_columns=64, least_bytes=64 * 64 * 2), torch.zeros(64, 64).bfloat16()
+    assert [tokens for tokens in range(1, 40) if measured.holds(tokens, weight)] == list(range(5, 17))
+    assert not measured.holds(8, weight[1:]) and not measured.holds(8, weight.view(128, 32))
 
 
 @pytest.mark.parametrize("normalise", [False, True])

@@ -1,0 +1,102 @@
+"""Compile the decoding kernels for compute capability 9.0 on any machine, as their functions launch them; prints JSON.
+
+    python tests/compile_for_hopper.py float32
+    [{"kernel": "_skinny_linear_kernel", "shared": 73728, "pdl": true, "ptx": "..."}, ...]
+
+Launches compile and go no further: tensors lie on the CPU, and what Triton takes for the current device is made up.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+import triton.runtime.jit
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from speculators.kernels import launch
+from speculators.kernels.attention_heads import CacheSlots, attention_heads
+from speculators.kernels.draft_attention import draft_attention
+from speculators.kernels.gated_halves import gated_halves
+from speculators.kernels.greedy_verification import greedy_verification
+from speculators.kernels.head_rotation import rotate_heads
+from speculators.kernels.kv_injection import InjectionWeights, kv_injection
+from speculators.kernels.likeliest_tokens import likeliest_tokens
+from speculators.kernels.markov_sampling import MarkovChain, markov_sampling
+from speculators.kernels.residual_norm import add_rms_norm, joined_norms
+from speculators.kernels.skinny_linear import skinny_gated_linear, skinny_linear
+from speculators.kernels.visible_keys import VisibleKeys
+
+CHOICE: Any = {"implementation": "triton"}
+
+
+class Hopper:
+    """The part of a Triton driver that compiling takes."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def products(dtype: torch.dtype) -> None:
+    """Of the kernels that keep tiles of matrices in shared memory: as large as they get."""
+    x = torch.zeros(16, 1024, dtype=dtype)
+    weight = torch.zeros(64, 1024, dtype=dtype)
+    for function in (skinny_linear, skinny_gated_linear):
+        function(x, weight, **CHOICE)
+    query, block, context = (torch.zeros(shape, dtype=dtype) for shape in ((1, 16, 16, 256), (1, 16, 4, 256), (1, 4096, 4, 256)))
+    ranges = [torch.zeros(1, 16, dtype=torch.int32)] * 4
+    draft_attention(query, block, block, context, context, VisibleKeys(*ranges, 0, None), scale=1.0, **CHOICE)
+    logits, factors = torch.zeros(1, 1, 32000, dtype=dtype), torch.zeros(1, 256, dtype=dtype)
+    ids, anchor = torch.arange(32000), torch.zeros(1, dtype=torch.int64)
+    markov_sampling(MarkovChain(logits, torch.zeros(32000, 256, dtype=dtype), anchor, lambda *_: factors, ids), **CHOICE)
+
+
+def others() -> None:
+    """Of the kernels without products, at the shape of a Qwen3-8B drafter."""
+    dtype = torch.bfloat16
+    x, weight, head = torch.zeros(1, 4096, dtype=dtype), torch.zeros(4096, dtype=dtype), torch.zeros(128, dtype=dtype)
+    add_rms_norm(x, x, weight, 1e-6, **CHOICE)
+    joined_norms(x, x, weight, weight, 1e-6, 1e-6, **CHOICE)
+    gated_halves(torch.zeros(1, 24576, dtype=dtype), **CHOICE)
+    cosine, cache = torch.zeros(1, 1, 1, 128), torch.zeros(2, 1, 64, 8, 128, dtype=dtype)
+    number = torch.zeros(1, dtype=torch.int64)
+    states = torch.zeros(1, 1, 48, 128, dtype=dtype)
+    attention_heads(states, 8, cosine, cosine, head, head, 1e-6, CacheSlots(*cache, number), **CHOICE)
+    rotate_heads(states, cosine, cosine, head, **CHOICE)
+    table = torch.zeros(64, 64)
+    weights = InjectionWeights(torch.zeros(2 * 8 * 128, 64, dtype=dtype), None, head[None], 1e-6, table, table)
+    kv_injection(torch.zeros(1, 1, 64, dtype=dtype), weights, number, number, cache[None], **CHOICE)
+    logits = torch.zeros(1, 2, 32000, dtype=dtype)
+    likeliest_tokens(logits, torch.arange(32000), **CHOICE)
+    greedy_verification(torch.zeros(1, 1, dtype=torch.int64), number, logits, **CHOICE)
+
+
+def main() -> None:
+    """Compile the kernels of one dtype, or with `others` those whose dtype costs no shared memory."""
+    compiled: list[dict[str, Any]] = []
+    run = triton.runtime.jit.JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        facts = {"shared": kernel.metadata.shared, "pdl": kernel.metadata.launch_pdl, "ptx": kernel.asm["ptx"]}
+        compiled.append({"kernel": self.__name__} | facts)
+
+    triton.runtime.jit.JITFunction.run = compile_only
+    driver.set_active(Hopper())
+    launch.enabled, launch._supported = True, lambda device: True
+    with torch.no_grad():
+        others() if sys.argv[1] == "others" else products(getattr(torch, sys.argv[1]))
+    print(json.dumps(compiled))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""What the decoding kernels ask of a Hopper GPU, read from their compiled code: no GPU takes part."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+_SHARED_MEMORY = 232448  # bytes that a program may have, CUDA C++ programming guide, compute capability 9.0: 227 KiB
+_MEMORY_ACCESS = re.compile(r"\b(?:ld|st|red|atom)\.[\w.:]*global|cp\.async")
+
+
+@pytest.mark.parametrize("part", ["float32", "bfloat16", "others"])
+def test_kernels_fit_in_shared_memory_and_touch_nothing_before_they_wait(part: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(Path(__file__).with_name("compile_for_hopper.py")), part]
+    finished = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert finished.returncode == 0, finished.stderr
+    compiled = json.loads(finished.stdout)
+    assert {kernel["kernel"] for kernel in compiled} == (OTHERS if part == "others" else WITH_PRODUCTS)
+    for kernel in compiled:
+        assert kernel["shared"] <= _SHARED_MEMORY, kernel["kernel"]
+        before, wait, _ = kernel["ptx"].partition("griddepcontrol.wait")
+        assert kernel["pdl"] and wait and not _MEMORY_ACCESS.search(before), kernel["kernel"]
+        assert ("prefetch.global.L2" in before) == (kernel["kernel"] == "_skinny_linear_kernel")
+
+
+WITH_PRODUCTS = {"_skinny_linear_kernel", "_chunk_kernel", "_sum_kernel", "_tile_kernel", "_pick_kernel"}
+OTHERS = {
+    "_add_rms_norm_kernel",
+    "_joined_norms_kernel",
+    "_gated_halves_kernel",
+    "_attention_heads_kernel",
+    "_rotate_heads_kernel",
+    "_kv_injection_kernel",
+    "tile_argmax_kernel",
+    "_best_tile_kernel",
+    "_compare_kernel",
+}
