@@ -2,6 +2,7 @@
 
     python benchmarks/draft.py --output benchmarks/results/draft_h200                          # all shapes, some minutes
     python benchmarks/draft.py --shapes qwen3-8b --batches 1 --output benchmarks/results/draft # the P-EAGLE / EAGLE-3 comparison
+    python benchmarks/draft.py --shapes qwen3-8b --ks 7 --batches 1 --pdl --least-tokens 1     # choices that are being measured
     python benchmarks/draft.py --shapes tiny --contexts 40 --ks 1 3 --repetitions 2            # a dry run on any machine
 
 A round is `observe` of K + 1 verified tokens, of which a third were kept, and `propose` of K, greedily; on CUDA as a graph.
@@ -14,16 +15,18 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Report, Work, measure, measured_ceilings
+from harness import Report, Timing, Work, measure, measured_ceilings
 from torch import Tensor
 
 from speculators.decoding.proposal import Observation
 from speculators.decoding.sampling import RoundSampler, SamplingParams
+from speculators.kernels import launch
+from speculators.kernels.skinny_linear import FASTER
 from speculators.registry import get_algorithm
 from speculators.speculator import Speculator, VerifierWeights
 
@@ -173,16 +176,20 @@ def measure_shape(name: str, options: argparse.Namespace, device: torch.device, 
                     run = draft_round(speculator, batch, context, k)
                     timing = measure(run, device=device, repetitions=options.repetitions, graph=True)
                     work = draft_work(speculator, batch, context, k)
-                    facts = {"shape": name, "layers": layers, "k": k, "batch": batch, "context": context}
-                    row = report.add(method, timing, work=work, **facts)
-                    if "floor_milliseconds" in row:
-                        row["times_floor"] = timing.milliseconds / row["floor_milliseconds"]
+                    add_round(report, method, timing, work, shape=name, layers=layers, k=k, batch=batch, context=context)
                     if context == options.contexts[0]:
                         times[method, layers, k, batch] = timing.milliseconds
         if speculator.method == "dspark":
             measure_head(speculator, name, options, device, report, times)
     compare(name, times, options, report)
     return times
+
+
+def add_round(report: Report, what: str, timing: Timing, work: Work, **facts: Any) -> None:
+    """Add a round and how far it is from its floor."""
+    row = report.add(what, timing, work=work, **facts)
+    if "floor_milliseconds" in row:
+        row["times_floor"] = timing.milliseconds / row["floor_milliseconds"]
 
 
 def compare(name: str, times: dict[tuple[str, int, int, int], float], options: argparse.Namespace, report: Report) -> None:
@@ -206,7 +213,7 @@ def measure_head(
     report: Report,
     times: dict[tuple[str, int, int, int], float],
 ) -> None:
-    """DSpark's round without its sequential head, to tell what share of the round the head is."""
+    """DSpark's round without its sequential head: how far the backbone is from its own floor, and the head's share of the round."""
     head = speculator.markov_head
     speculator.markov_head = None  # type: ignore[assignment]
     confidence, speculator.confidence_head = speculator.confidence_head, None  # type: ignore[assignment]
@@ -215,7 +222,8 @@ def measure_head(
         facts: dict[str, Any] = {"shape": name, "layers": 5, "k": k, "batch": 1, "context": options.contexts[0]}
         if whole := times.get(("dspark", 5, k, 1)):
             facts["head_share"] = 1 - timing.milliseconds / whole
-        report.add("dspark without sequential head", timing, **facts)
+        work = draft_work(speculator, 1, options.contexts[0], k)  # of the parameters that are left
+        add_round(report, "dspark without sequential head", timing, work, **facts)
     speculator.markov_head, speculator.confidence_head = head, confidence
 
 
@@ -258,8 +266,13 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 64])
     parser.add_argument("--contexts", nargs="+", type=int, default=[2048])
     parser.add_argument("--repetitions", type=int, default=20)
+    parser.add_argument("--pdl", action="store_true", help="launch our kernels early, see kernels/launch.py")
+    parser.add_argument("--least-tokens", type=int, help="of skinny_linear.FASTER; 17 leaves all products to cuBLAS")
     parser.add_argument("--output", type=Path, help="without ending; .json and .md are written")
     options = parser.parse_args()
+    launch.enabled = launch.enabled or options.pdl
+    if options.least_tokens is not None:
+        FASTER.update({device: replace(products, least_tokens=options.least_tokens) for device, products in FASTER.items()})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ceilings = measured_ceilings(device)
     report = Report("One draft round, random weights, greedy", device, ceilings)

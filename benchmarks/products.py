@@ -2,6 +2,7 @@
 
     python benchmarks/products.py --output benchmarks/results/products_h200
     python benchmarks/products.py --sweep --tokens 1 16         # which tiles suit the device, minutes
+    python benchmarks/products.py --pdl                         # also launched early, see kernels/launch.py
     python benchmarks/products.py --tiny --repetitions 2        # a dry run: the reference alone on a machine without a GPU
 
 Both in CUDA graphs, as in a step: products with one weight after another, more of them than the cache holds, and the time of one.
@@ -21,6 +22,7 @@ import torch
 from harness import Report, Timing, Work, measure, measured_ceilings
 from torch import Tensor
 
+from speculators.kernels import launch
 from speculators.kernels.skinny_linear import Tiles, skinny_gated_linear, skinny_linear
 
 # Name: rows, columns, gated. Of a Qwen3-8B drafter and of SmolLM2.
@@ -37,7 +39,8 @@ SHAPES = {
     "smollm2 head": (49152, 576, False),
 }
 TINY = {"tiny": (40, 24, False), "tiny gated": (40, 24, True)}
-SWEEP = [Tiles(*sizes) for sizes in combinations((16, 32, 64), (128, 256, 512), (3, 5), (4, 8))]
+SWEEP = [Tiles(*sizes) for sizes in combinations((16, 32, 64), (128, 256, 512), (3, 4, 6), (4, 8))]
+SWEEP_AHEAD = [Tiles(ahead=size) for size in (128, 512, 1024, 2048, 4096, 8192)]
 
 _BYTES = 1 << 28  # five times the L2 cache
 _SHARED_MEMORY = 220 << 10
@@ -79,6 +82,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", help="beginnings of names; all by default")
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--sweep", action="store_true", help="try many tiles, and print the fastest of each shape")
+    parser.add_argument("--pdl", action="store_true", help="measure our kernel also launched early, one product into the next")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--output", type=Path, help="without ending; .json and .md are written")
     options = parser.parse_args()
@@ -92,14 +96,18 @@ def main() -> None:
         for tokens in options.tokens:
             x = torch.randn(tokens, shape[1], device=device, dtype=dtype)
             facts = {"tokens": tokens, "rows": shape[0], "columns": shape[1]}
+            launch.enabled = False
             reference = products.time(x, "reference", options.repetitions)
             row = report.add(name, reference, work=products.work(x), side="reference", **facts)
             add_ratios(row, reference)
             if device.type != "cuda":
                 continue
-            timing, tiles = best_of(products, x, options.repetitions, options.sweep)
-            row = report.add(name, timing, work=products.work(x), side="triton", **facts, tiles="" if tiles is None else str(tiles))
-            add_ratios(row, reference)
+            for early in (False, True) if options.pdl else (False,):
+                launch.enabled = early
+                timing, tiles = best_of(products, x, options.repetitions, options.sweep)
+                facts |= {"side": "triton, early" if early else "triton", "tiles": "" if tiles is None else str(tiles)}
+                row = report.add(name, timing, work=products.work(x), **facts)
+                add_ratios(row, reference)
     if options.output is not None:
         report.write(options.output)
 
@@ -115,11 +123,15 @@ def add_ratios(row: dict[str, object], reference: Timing) -> None:
 
 
 def best_of(products: Products, x: Tensor, repetitions: int, sweep: bool) -> tuple[Timing, Tiles | None]:
-    """The kernel with its own tiles, or the fastest of many."""
+    """The kernel with its own tiles, or the fastest of many; where it launches early, of many distances to look ahead."""
     if not sweep:
         return products.time(x, "triton", repetitions), None
     size = products.weights[0].element_size() * (1 + products.gated)
-    fitting = [tiles for tiles in SWEEP if tiles.stages * tiles.columns * (tiles.rows * size + 32) <= _SHARED_MEMORY]
+    fitting = [
+        tiles
+        for tiles in (SWEEP_AHEAD if launch.enabled else SWEEP)
+        if tiles.stages * tiles.columns * (tiles.rows * size + 32) <= _SHARED_MEMORY
+    ]
     return min(((products.time(x, "triton", repetitions, tiles), tiles) for tiles in fitting), key=lambda pair: pair[0].milliseconds)
 
 
