@@ -19,7 +19,7 @@ class DrafterOptions(BaseModel):
         num_layers: decoder layers of the drafter.
         intermediate_size: MLP width; None takes the verifier's.
         aux_hidden_state_layer_ids: tapped layers, id i = residual stream after i layers; None takes [2, n/2, n-3].
-        mask_token_id: id fed to MASK slots; None picks a token the verifier never learned.
+        mask_token_id: id fed to MASK slots; None picks one that no conversation holds, see `default_mask_token`.
         draft_vocab_size: tokens the drafter can propose; None takes the whole vocabulary.
         sliding_window: tokens of context each layer sees; None sees all.
 
@@ -101,11 +101,21 @@ def check_taps(taps: list[int], num_layers: int) -> list[int]:
 
 
 def default_mask_token(verifier: VerifierWeights) -> int:
-    """A token the verifier never learned: the highest id whose embedding row is one of the rows that are all equal.
+    """A token that no conversation holds: a special one that chats do not use, or else one the verifier never learned.
 
-    Rows that training never touched keep one common value in many models. Without such rows, the highest id that
-    is not a stop token.
+    A slot without a token must not look like text. Where the tokenizer has no unused special token, it is the highest id whose
+    embedding row is one of the rows that are all equal (rows that training never touched keep one common value in many models), and
+    without such rows the highest id. Never a stop token or the pad token.
+
+    Raises:
+        ConfigError: no token is left.
     """
+    taken = {*verifier.stop_token_ids, verifier.config.get("pad_token_id")}
+    special = next((token for token in verifier.unused_token_ids if token not in taken), None)
+    return _never_learned(verifier, taken) if special is None else special
+
+
+def _never_learned(verifier: VerifierWeights, taken: set[int | None]) -> int:
     table = verifier.embedding
     # Equal rows have equal checksums; two random projections make a collision of different rows implausible.
     generator = table.new_tensor(range(1, table.shape[1] + 1)).float()
@@ -114,9 +124,9 @@ def default_mask_token(verifier: VerifierWeights) -> int:
     group = int(counts.argmax())
     candidates = [int(i) for i in (inverse == group).nonzero().flatten()] if int(counts[group]) > 1 else []
     for token in [*sorted(candidates, reverse=True), *range(verifier.vocab_size - 1, -1, -1)]:
-        if token not in verifier.stop_token_ids:
+        if token not in taken:
             return int(token)
-    raise ConfigError("every token of this verifier is a stop token; name mask_token_id yourself")
+    raise ConfigError("every token of this verifier is a stop token or its pad token; name mask_token_id yourself")
 
 
 def layer_config(verifier: VerifierWeights, options: DrafterOptions, model_type: str) -> LayerConfig:

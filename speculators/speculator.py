@@ -43,6 +43,7 @@ class VerifierWeights:
         name_or_path: as the user named the verifier.
         architectures: as in the verifier's config.json.
         config: the verifier's text config as a dict.
+        unused_token_ids: special tokens that no conversation holds, the best for a MASK slot first; empty without a tokenizer.
     """
 
     embedding: Tensor
@@ -57,6 +58,7 @@ class VerifierWeights:
     head_bias: Tensor | None = None
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+    unused_token_ids: tuple[int, ...] = ()
 
     @property
     def vocab_size(self) -> int:

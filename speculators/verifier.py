@@ -19,6 +19,7 @@ from speculators.decoding.cache import KeyValueCache
 from speculators.errors import CheckpointError, ConfigError, DataError
 from speculators.fused_layers import fuse_final_norm, fuse_layers
 from speculators.loading import fast_dtype, load_model, refuse_unsupported, stop_token_ids
+from speculators.special_tokens import unused_special_tokens
 from speculators.speculator import VerifierWeights
 
 __all__ = ["Verifier", "VerifierOutput", "fast_dtype"]
@@ -294,6 +295,7 @@ class Verifier:
         scale = getattr(embedding, "embed_scale", None)
         if isinstance(scale, Tensor):
             scale = float(scale.to(embedding.weight.dtype))  # rounded as Gemma rounds it
+        stops = stop_token_ids(self.model.generation_config, self.model.config, self.tokenizer)
         return VerifierWeights(
             embedding=embedding.weight,
             embedding_scale=_factor(config, "embedding_multiplier") if scale is None else float(scale),
@@ -303,10 +305,11 @@ class Verifier:
             logit_scale=self._logit_scale / self._logit_divisor,
             logit_softcap=self._logit_softcap,
             num_layers=len(self._layers),
-            stop_token_ids=stop_token_ids(self.model.generation_config, self.model.config, self.tokenizer),
+            stop_token_ids=stops,
             name_or_path=name,
             architectures=tuple(self.model.config.architectures or (type(self.model).__name__,)),
             config=config.to_dict(),
+            unused_token_ids=unused_special_tokens(self.tokenizer, stops, len(embedding.weight)),
         )
 
     @torch.inference_mode()
