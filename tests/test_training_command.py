@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from speculators.cli.main import app
 from speculators.data.rows import Conversation, split_held_out
 from speculators.data.storage import save_conversations
 from speculators.training.config import TrainingConfig
-from speculators.training.run_folder import STATE_FILE
+from speculators.training.run_folder import STATE_FILE, RunFolder
 from speculators.training.settings import SETTINGS_FILE
 
 VOCAB_SIZE = len(chat_tokenizer())
@@ -163,6 +164,37 @@ def test_a_dry_run_says_what_the_run_needs_and_leaves_nothing(verifier: Path, da
     assert run("--config", path, "--output", tmp_path / "run").exit_code == 0
     used = sum(file.stat().st_size for file in (tmp_path / "run" / "checkpoints").rglob("*.safetensors"))
     assert 0.5 * needs["disk"] / 3 < used < needs["disk"]
+
+
+def test_a_dry_run_refuses_what_the_run_would_refuse_and_leaves_nothing(
+    verifier: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = settings_file(tmp_path, verifier, data)
+    (tmp_path / "file").touch()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors").touch()
+    (tmp_path / "busy").mkdir()
+    other = RunFolder(tmp_path / "busy")
+    other.open()
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    before = set(tmp_path.rglob("*"))
+    for output, arguments, words in (
+        ("run", ("--init-from", tmp_path / "absent"), "absent"),
+        ("run", ("--hidden-states", tmp_path / "absent"), "is no store of hidden states"),
+        ("run", ("--loggers", "wandb"), "logger 'wandb' needs the package of that name"),
+        ("run", ("--best-by", "bleu"), "best_by = 'bleu', but evaluations of this drafter have loss"),
+        ("run", ("--best-by", "loss", "--held-out", 0), "best_by = 'loss' needs evaluations, and there are no held-out rows"),
+        ("run", ("--accumulation", 2, "--rows-per-step", 3), "accumulation 2 must divide rows_per_step 3"),
+        ("run", ("--learning-rate-scale", "nowhere=2"), "nowhere"),
+        ("file", (), "is a file; name a folder"),
+        ("file/run", (), "is a file; name another folder"),
+        ("model", (), "holds a model (model.safetensors)"),
+        ("busy", (), "another process is training in"),
+    ):
+        sentences = {refused("--config", path, "--output", tmp_path / output, *arguments, *dry) for dry in ((), ("--dry-run",))}
+        assert len(sentences) == 1 and words in sentences.pop(), arguments
+        assert set(tmp_path.rglob("*")) == before, arguments
+    other.close()
 
 
 def test_resuming_what_never_began_starts_and_says_so(verifier: Path, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

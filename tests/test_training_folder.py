@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import tiny_verifier
-from tiny_training import packed_rows, tiny_config
+from tiny_training import DRAFTERS, packed_rows, tiny_config
 
 from speculators import checkpoint
 from speculators.errors import ConfigError, DataError
@@ -64,8 +64,21 @@ def test_training_stops_once_evaluations_no_longer_improve_and_links_the_best(
 def test_a_best_that_nobody_measures_is_refused(verifier: Verifier, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"best_by = 'bleu', but evaluations of this drafter have .*loss"):
         train(verifier, packed_rows(), tiny_config(output=tmp_path / "run", best_by="bleu"), held_out=packed_rows(2))
+    assert not (tmp_path / "run").exists(), "before anything is made for the run"
     with pytest.raises(ConfigError, match="patience counts evaluations; set evaluate_every"):
         tiny_config(patience=2)
+
+
+@pytest.mark.parametrize("method", ["toy", "dflash", "dspark"])
+def test_what_best_by_may_name_is_what_an_evaluation_reports(verifier: Verifier, method: str) -> None:
+    records: list[dict[str, Any]] = []
+    settings = {"method": method, "options": DRAFTERS[method], "steps": 1}
+    train(verifier, packed_rows(), tiny_config(**settings), held_out=packed_rows(2), on_record=records.append)
+    reported = {name for name, value in records[0].items() if isinstance(value, float)} - {"seconds"}
+    with pytest.raises(ConfigError) as refused:
+        train(verifier, packed_rows(), tiny_config(**settings, best_by="bleu"), held_out=packed_rows(2))
+    named = str(refused.value).partition(" have ")[2].partition(";")[0]
+    assert set(named.split(", ")) == reported and "loss" in reported
 
 
 def test_the_average_of_the_weights_is_the_recursion_of_its_definition() -> None:

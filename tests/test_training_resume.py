@@ -142,6 +142,7 @@ def test_a_run_is_never_overwritten_unasked(verifier: Verifier, tmp_path: Path) 
         ({"seed": 1}, 0, r"a run with seed = 0, not 1"),
         ({"rows_per_step": 2}, 0, r"a run with rows_per_step = 4, not 2"),
         ({"optimizer": "muon"}, 0, r"a run with optimizer = 'adamw', not 'muon'"),
+        ({"best_by": "loss"}, 0, r"a run with best_by = None, not 'loss'"),
         ({"options": {"tap": 2}}, 0, r"a run with options = {}, not {'tap': 2}"),
         ({}, 4, r"a run on other training rows"),
     ],
@@ -150,6 +151,19 @@ def test_another_run_cannot_resume_this_one(verifier: Verifier, tmp_path: Path, 
     train(verifier, packed_rows(), tiny_config(output=tmp_path / "run", steps=1))
     with pytest.raises(ConfigError, match=said):
         train(verifier, packed_rows(seed=rows_seed), tiny_config(output=tmp_path / "run", **fields), resume=True)
+
+
+def test_a_resume_says_which_settings_of_the_rest_are_new(verifier: Verifier, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def resumed(**fields: Any) -> str:
+        caplog.clear()
+        train(verifier, packed_rows(), tiny_config(output=tmp_path / "run", **fields), resume=True)
+        return caplog.text
+
+    train(verifier, packed_rows(), tiny_config(output=tmp_path / "run", steps=1))
+    said = resumed(steps=2, learning_rate=1e-3, precision="bfloat16", log_every=2, save_every=1)
+    changes = "steps 2 instead of 1; learning_rate 0.001 instead of 0.003; precision bfloat16 instead of float32"
+    assert f"the run in {tmp_path / 'run'} goes on with other settings than it had: {changes}\n" in said
+    assert "other settings" not in resumed(steps=2, learning_rate=1e-3, precision="bfloat16"), "compared with the last resume"
 
 
 def test_a_run_can_be_made_longer(verifier: Verifier, tmp_path: Path) -> None:

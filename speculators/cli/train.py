@@ -94,7 +94,9 @@ def train(
     held_out: Annotated[float, typer.Option(help="Share of the conversations kept for evaluation.")] = 0.02,
     init_from: Annotated[str | None, typer.Option(help="Checkpoint to start from: same method, or one it can grow out of.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --output at its last checkpoint.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print sizes, memory and disk need; train nothing, write nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, print sizes, memory and disk need; train and write nothing.")
+    ] = False,
     dtype: DtypeOption = "auto",
     device: DeviceOption = None,
     json: JsonOption = None,
@@ -161,9 +163,12 @@ def _mapping(path: Path | None, name: str, value: Any) -> dict[str, Any]:
 
 def run(settings: dict[str, Any], *, resume: bool, dry_run: bool, json: Path | None) -> None:
     """Train with resolved settings, or only say what that would take."""
+    import torch
+
     from speculators.checkpoint.card import ModelCard
     from speculators.data.rows import pack, pack_held_out, split_held_out
     from speculators.data.storage import load_conversations
+    from speculators.training.memory import clear_when_memory_runs_out
     from speculators.training.trainer import Provenance
     from speculators.training.trainer import train as run_training
     from speculators.training.world import World, local_device
@@ -176,11 +181,16 @@ def run(settings: dict[str, Any], *, resume: bool, dry_run: bool, json: Path | N
     device = settings["device"] or local_device()
     verifier = load_verifier(settings["verifier"], settings["dtype"], None if device is None else str(device))
     check_pairing(data, conversations, str(header.get("verifier")), verifier, warn=world.is_main)
-    rows = pack(training, config.row_length, config.seed)
+    with clear_when_memory_runs_out(config, torch.device("cpu")):
+        rows = pack(training, config.row_length, config.seed)
+        held_out_rows = pack_held_out(evaluation, config.row_length, config.seed)
     if dry_run:
+        from speculators.training.checks import check_run
         from speculators.training.estimate import estimate
 
-        result = estimate(verifier, rows, config, world.size)
+        with clear_when_memory_runs_out(config, verifier.device, world.size):
+            checked = check_run(verifier, rows, config, held_out=held_out_rows, init_from=settings["init_from"], resume=resume)
+            result = estimate(verifier, checked.speculator, rows, config, world.size)
         if world.is_main:
             for line in result.lines():
                 typer.echo(line)
@@ -200,7 +210,7 @@ def run(settings: dict[str, Any], *, resume: bool, dry_run: bool, json: Path | N
         verifier,
         rows,
         config,
-        held_out=pack_held_out(evaluation, config.row_length, config.seed),
+        held_out=held_out_rows,
         init_from=settings["init_from"],
         resume=resume,
         provenance=Provenance(others, card),

@@ -11,11 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from speculators.config import SpeculatorConfig
 from speculators.data.rows import PackedRows
 from speculators.speculator import Speculator
 from speculators.training.batch import TrainingBatch
-from speculators.training.build import build_speculator
 from speculators.training.config import TrainingConfig
 from speculators.training.optimizer import parameter_groups
 from speculators.training.source import CachedRows, ResidentRows, VerifierSource, free_memory
@@ -89,25 +87,22 @@ class Estimate:
         yield f"disk        {self.disk / 1e9:8.2f} GB   at most{free}"
 
 
-def estimate(
-    verifier: Verifier, rows: PackedRows, config: TrainingConfig, processes: int = 1, resumed: SpeculatorConfig | None = None
-) -> Estimate:
-    """Estimate a run without training: builds the drafter and passes one micro-batch forward.
+def estimate(verifier: Verifier, speculator: Speculator, rows: PackedRows, config: TrainingConfig, processes: int = 1) -> Estimate:
+    """Estimate a run without training: passes one micro-batch forward.
 
     What the backward pass needs of that micro-batch is counted as it is saved; buffers of single operations come on top.
 
     Args:
         verifier: of the run.
+        speculator: that is to be trained, attached.
         rows: of the run.
         config: of the run.
         processes: one a device.
-        resumed: the drafter's configuration, where it does not follow from the options.
 
     Raises:
         ConfigError: as training itself would raise it.
     """
     dtype = training_dtype(config, verifier.device, verifier.dtype)
-    speculator = build_speculator(config, verifier, rows, None, resumed)
     spread = processes if config.parallel == "fsdp" else 1
     memory = {name: size // spread for name, size in state_bytes(speculator, config).items()}
     resident = ResidentRows(VerifierSource(verifier, speculator.aux_hidden_state_layer_ids), rows)

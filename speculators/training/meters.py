@@ -96,6 +96,10 @@ class Meters:
         return readings
 
 
+# A metric by draft position, and the length that it amounts to.
+_ACCEPTANCE_LENGTHS = {"acceptance": "acceptance_length", "greedy_acceptance": "greedy_acceptance_length"}
+
+
 def estimated_acceptance_length(conditional: Reading) -> float | None:
     """1 + sum over k of the product of the first k conditional acceptances; the bonus token is the 1.
 
@@ -117,8 +121,15 @@ def estimated_acceptance_length(conditional: Reading) -> float | None:
 def with_acceptance_lengths(readings: Mapping[str, Reading]) -> dict[str, Any]:
     """Readings plus the acceptance lengths that their conditional acceptances amount to, sampled and greedy."""
     record: dict[str, Any] = dict(readings)
-    for metric, name in (("acceptance", "acceptance_length"), ("greedy_acceptance", "greedy_acceptance_length")):
+    for metric, name in _ACCEPTANCE_LENGTHS.items():
         length = estimated_acceptance_length(readings.get(metric))
         if length is not None:
             record[name] = length
     return record
+
+
+def evaluated_numbers(metrics: Mapping[str, tuple[Tensor, Tensor | None]]) -> list[str]:
+    """Names of the single numbers that an evaluation reports, given the metrics of a batch: what `best_by` may name."""
+    single = [name for name, (numerator, _) in metrics.items() if numerator.ndim == 0 and name != "loss"]
+    lengths = [length for metric, length in _ACCEPTANCE_LENGTHS.items() if metric in metrics and metrics[metric][0].ndim]
+    return ["loss", *single, *lengths]

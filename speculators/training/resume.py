@@ -30,8 +30,14 @@ from speculators.training.stopping import Best
 
 WEIGHTS, OPTIMIZER, AVERAGE, METERS = "speculator.", "optimizer.", "average.", "meters."
 
-# Changing one of these makes another run of it; the other fields may change between an interruption and its resume.
-_MUST_MATCH = ("method", "options", "draft_vocabulary", "optimizer", "seed", "rows_per_step", "ema_decay")
+# Changing one of these makes another run of it.
+_MUST_MATCH = ("method", "options", "draft_vocabulary", "optimizer", "seed", "rows_per_step", "ema_decay", "best_by")
+# Changing one of these changes what the rest of the run computes: allowed, and said. Whatever is in neither list (where results
+# go, how often, what is cached, how the run is spread) changes no step, up to rounding.
+_SAID = (
+    *("steps", "epochs", "time_budget_seconds", "learning_rate", "learning_rate_scale", "learning_rate_floor", "warmup"),
+    *("betas", "muon_momentum", "weight_decay", "gradient_clip", "accumulation", "hidden_states"),
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,7 @@ class ResumePoint:
         step: optimizer steps done.
         fraction: of the schedule that is done.
         seconds: of training so far, over all processes.
-        settings: the configuration fields that a resume must share.
+        settings: what a resume is compared with, see `run_settings`.
         data: sha256 of the packed rows.
         run_id: names the run to dashboards, so that a resumed one continues its curves.
         evaluated: step of the last evaluation; -1 before the first.
@@ -59,9 +65,16 @@ class ResumePoint:
     best: Best = field(default_factory=Best)
 
 
-def essential_settings(config: TrainingConfig) -> dict[str, Any]:
-    """The fields a resumed run must share with the one it continues, as plain data."""
-    return config.model_dump(mode="json", include=set(_MUST_MATCH))
+def run_settings(config: TrainingConfig, dtype: torch.dtype, verifier_dtype: torch.dtype) -> dict[str, Any]:
+    """What decides the steps of a run, as plain data: fields of its configuration, and what "auto" came to.
+
+    Args:
+        config: of the run.
+        dtype: that matrices are multiplied in.
+        verifier_dtype: of the verifier, whose hidden states are learned from.
+    """
+    resolved = {"precision": str(dtype).removeprefix("torch."), "dtype of the verifier": str(verifier_dtype).removeprefix("torch.")}
+    return config.model_dump(mode="json", include={*_MUST_MATCH, *_SAID}) | resolved
 
 
 def fingerprint(rows: PackedRows) -> str:
@@ -125,22 +138,27 @@ class StoredState:
             ) from error
         return cls(path, point, speculator, tensors)
 
-    def check(self, config: TrainingConfig, data: str) -> None:
+    def check(self, settings: Mapping[str, Any], data: str) -> None:
         """Refuse to continue another run than this one.
 
         Args:
-            config: of the resuming run.
+            settings: `run_settings` of the resuming run.
             data: `fingerprint` of its rows.
 
         Raises:
             ConfigError: settings or data differ.
         """
-        for key, ours in essential_settings(config).items():
-            theirs = self.point.settings.get(key)
+        for key in _MUST_MATCH:
+            theirs, ours = self.point.settings.get(key), settings[key]
             if theirs != ours:
                 raise ConfigError(f"{self.path} belongs to a run with {key} = {theirs!r}, not {ours!r}; choose another output folder")
         if self.point.data != data:
             raise ConfigError(f"{self.path} belongs to a run on other training rows; choose another output folder or the same data")
+
+    def changes(self, settings: Mapping[str, Any]) -> list[str]:
+        """What the rest of the run will do otherwise than its beginning, a few words each; `settings` as for `check`."""
+        theirs = self.point.settings
+        return [f"{key} {ours} instead of {theirs[key]}" for key, ours in settings.items() if key in theirs and theirs[key] != ours]
 
     def config(self, method: str) -> SpeculatorConfig:
         """The drafter's configuration."""

@@ -49,7 +49,7 @@ class RunFolder:
         """Refuse a folder that cannot be used, before anything is done for it.
 
         Raises:
-            ConfigError: a file lies where the folder, or where one of the links, would.
+            ConfigError: a file lies where the folder, or where one of the links, would, or another process is training in it.
             DataError: it cannot be written to.
         """
         if self.path.exists() and not self.path.is_dir():
@@ -59,6 +59,9 @@ class RunFolder:
             link = self.path / name
             if link.exists() and not link.is_symlink():
                 raise ConfigError(f"{link} is not a link that training made; move it away or name another output folder")
+        if (self.path / _LOCK_FILE).is_file():
+            with (self.path / _LOCK_FILE).open() as lock:
+                self._take(lock, fcntl.LOCK_SH)  # shared: the other processes of this run look at the same time
 
     def check_new(self) -> None:
         """Refuse to begin a run where a model lies, a verifier perhaps: the trained drafter would replace it.
@@ -93,18 +96,21 @@ class RunFolder:
         """
         make_folder(self.path / CHECKPOINTS)
         self._lock = (self.path / _LOCK_FILE).open("w")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"another process is training in {self.path}; wait for it or name another output folder") from None
-        except OSError:
-            pass  # a file system without locks
+        self._take(self._lock, fcntl.LOCK_EX)
         place = self.path.absolute()
         of_the_drafter = re.compile(rf"\.{re.escape(place.name)}\.[0-9a-f]{{12}}\.partial")  # as saving a drafter names it
         half_written = [*(self.path / CHECKPOINTS).glob(".*step-*.partial")]
         half_written += [folder for folder in place.parent.glob(".*.partial") if of_the_drafter.fullmatch(folder.name)]
         for folder in half_written:
             shutil.rmtree(folder, ignore_errors=True)
+
+    def _take(self, lock: IO[str], kind: int) -> None:
+        try:
+            fcntl.flock(lock, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"another process is training in {self.path}; wait for it or name another output folder") from None
+        except OSError:
+            pass  # a file system without locks
 
     def close(self) -> None:
         """Let other processes in."""

@@ -142,6 +142,23 @@ class StoreBatches:
         return buffer.float() * self._scales[..., None] if scaled else buffer
 
 
+def open_store(store: str | Path, rows: PackedRows, taps: Sequence[int], verifier: Verifier) -> StoreReader:
+    """A store that holds the wanted taps of these rows.
+
+    Raises:
+        DataError: there is no store, or it holds other rows.
+        ConfigError: it lacks a tap, or belongs to a verifier of another width.
+    """
+    reader = StoreReader(store, rows_digest(rows))
+    layout = reader.layout
+    if layout.hidden_size != verifier.hidden_size:
+        raise ConfigError(f"the store {store} holds states of width {layout.hidden_size}, the verifier's is {verifier.hidden_size}")
+    missing = sorted(set(taps) - set(layout.taps))
+    if missing:
+        raise ConfigError(f"the store {store} holds the layers {list(layout.taps)}, not the tap {missing[0]}; store it with --taps")
+    return reader
+
+
 class StoredRows(ResidentRows):
     """Resident rows whose hidden states are read from a store at every visit. A batch is valid until the second one after it.
 
@@ -159,15 +176,10 @@ class StoredRows(ResidentRows):
 
     def __init__(self, source: VerifierSource, rows: PackedRows, store: str | Path) -> None:
         super().__init__(source, rows)
-        reader = StoreReader(store, rows_digest(rows))
-        layout, verifier = reader.layout, source.verifier
-        if layout.hidden_size != verifier.hidden_size:
-            raise ConfigError(f"the store {store} holds states of width {layout.hidden_size}, the verifier's is {verifier.hidden_size}")
-        missing = sorted(set(source.taps) - set(layout.taps))
-        if missing:
-            raise ConfigError(f"the store {store} holds the layers {list(layout.taps)}, not the tap {missing[0]}; store it with --taps")
-        if reader.verifier not in (None, verifier.weights.name_or_path):
-            logger.warning("the store %s was made with %r, not with %r", store, reader.verifier, verifier.weights.name_or_path)
+        reader = open_store(store, rows, source.taps, source.verifier)
+        layout, name = reader.layout, source.verifier.weights.name_or_path
+        if reader.verifier not in (None, name):
+            logger.warning("the store %s was made with %r, not with %r", store, reader.verifier, name)
         self._batches = StoreBatches(reader)
         # None where the planes lie as they are wanted, which spares a copy.
         self._planes = None if layout.taps == source.taps else [layout.taps.index(tap) for tap in source.taps]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import FrameType
@@ -40,14 +40,22 @@ class Best:
         """
         if metric is None:
             metric = "acceptance_length" if "acceptance_length" in record else "loss"
-        value = record.get(metric)
-        if not isinstance(value, float):
-            known = ", ".join(name for name, number in record.items() if isinstance(number, float) and name != "seconds")
-            raise ConfigError(f"best_by = {metric!r}, but evaluations of this drafter have {known}; choose one of them")
+        check_best_by(metric, [name for name, number in record.items() if isinstance(number, float)])
+        value = record[metric]
         gain = 0.0 if self.value is None else (self.value - value if metric == "loss" else value - self.value)
         if self.value is None or gain > min_improvement:
             return Best(value, record["step"], 0)
         return replace(self, since=self.since + 1)
+
+
+def check_best_by(metric: str, known: Sequence[str]) -> None:
+    """Refuse a number that evaluations do not report.
+
+    Raises:
+        ConfigError: naming those that they do.
+    """
+    if metric not in known:
+        raise ConfigError(f"best_by = {metric!r}, but evaluations of this drafter have {', '.join(known)}; choose one of them")
 
 
 @dataclass

@@ -16,28 +16,27 @@ from typing import Any
 import torch
 
 from speculators.checkpoint.card import ModelCard
-from speculators.data.hidden_states import StoreReader, rows_digest
 from speculators.data.rows import PackedRows
-from speculators.errors import ConfigError, DataError, TrainingInterrupted
+from speculators.errors import DataError, TrainingInterrupted
 from speculators.speculator import Speculator
-from speculators.training.build import build_speculator
+from speculators.training.checks import check_run
 from speculators.training.config import TrainingConfig
-from speculators.training.estimate import disk_bytes
 from speculators.training.graph import Capture
-from speculators.training.loggers import Logger, RunFacts, check_loggers, open_loggers
+from speculators.training.loggers import Logger, RunFacts, open_loggers
+from speculators.training.memory import clear_when_memory_runs_out
 from speculators.training.meters import with_acceptance_lengths
 from speculators.training.optimizer import DrafterOptimizer
 from speculators.training.order import EpochOrder
 from speculators.training.parallel import parallelise, shard_verifier
 from speculators.training.profiling import StepProfiler, peak_flops
 from speculators.training.progress_bar import ProgressBar
-from speculators.training.resume import ResumePoint, StoredState, essential_settings, fingerprint
+from speculators.training.resume import ResumePoint
 from speculators.training.run_folder import BEST, RunFolder
 from speculators.training.saving import RunState
 from speculators.training.schedule import Progress, learning_rate_factor
 from speculators.training.settings import SETTINGS_FILE, write_settings
 from speculators.training.source import HiddenStateSource, StoredRows, hidden_state_source
-from speculators.training.step import TrainingStep, training_dtype
+from speculators.training.step import TrainingStep
 from speculators.training.stopping import Best, stop_signals
 from speculators.training.world import World, local_device
 from speculators.verifier import Verifier
@@ -95,7 +94,7 @@ def train(
         The trained speculator in the verifier's dtype, ready to decode. The float32 weights are in the last checkpoint.
 
     Raises:
-        ConfigError: settings contradict each other, the verifier, or the run that is resumed.
+        ConfigError: settings contradict each other, the verifier, or the run that is resumed; or memory ran out.
         DataError: there are no rows, too many of them have hidden states that are not finite, or a checkpoint cannot be written.
         TrainingInterrupted: SIGINT or SIGTERM came; the state was saved first.
     """
@@ -105,7 +104,11 @@ def train(
     on_cuda = device.type == "cuda"
     folder = None if config.output is None else RunFolder(config.output)
     try:
-        with torch.cuda.device(device) if on_cuda else nullcontext(), torch.random.fork_rng([device] if on_cuda else []):
+        with (
+            clear_when_memory_runs_out(config, device, World.current().size),
+            torch.cuda.device(device) if on_cuda else nullcontext(),
+            torch.random.fork_rng([device] if on_cuda else []),
+        ):
             trainer = Trainer(
                 *(verifier, rows, config, folder),
                 held_out=held_out,
@@ -154,25 +157,16 @@ class Trainer:
         created = clock()
         self._world = world = World.current()
         self._verifier, self._held_out, self._folder = verifier, held_out, folder
-        self._dtype = dtype = training_dtype(config, verifier.device, verifier.dtype)
-        rows_per_micro_batch = config.rows_per_micro_batch(world.size)
         self._order = EpochOrder(rows.input_ids.shape[0], config.seed)
-        check_loggers(config.loggers)
-        stored = self._stored_state(folder, resume)
-        data = fingerprint(rows)
-        if stored is not None:
-            stored.check(config, data)
-        resumed = None if stored is None else stored.config(config.method)
-        speculator = build_speculator(config, verifier, rows, None if stored else init_from, resumed)
-        if stored is not None:
-            stored.load_weights(speculator)
-        self.speculator = speculator
+        checked = check_run(verifier, rows, config, held_out=held_out, init_from=init_from, resume=resume)
+        stored, dtype, rows_per_micro_batch = checked.stored, checked.dtype, config.rows_per_micro_batch(world.size)
+        self.speculator = speculator = checked.speculator
         parallel = parallelise(speculator, world, config.parallel, dtype)
         optimizer = DrafterOptimizer(speculator, config, parallel.sharding, world)
         if stored is not None:
-            self._point = stored.point
+            self._point = replace(stored.point, settings=checked.settings)
         else:
-            self._point = ResumePoint(0, 0.0, 0.0, essential_settings(config), data, uuid.uuid4().hex[:8])
+            self._point = ResumePoint(0, 0.0, 0.0, checked.settings, checked.data, uuid.uuid4().hex[:8])
         self.step, self._seconds_before = self._point.step, self._point.seconds
         self._saved = self.step if stored is not None else -1
         total_steps = config.total_steps(self._order.num_rows)
@@ -195,9 +189,6 @@ class Trainer:
                 store=config.hidden_states,
             )
 
-        self._check_disk()
-        if config.hidden_states is not None:
-            StoreReader(config.hidden_states, rows_digest(rows))  # a store of other rows is refused before the folder is made
         if folder is not None and world.is_main:
             folder.open()
         held_out_source = source(held_out) if held_out is not None else None
@@ -353,26 +344,6 @@ class Trainer:
 
     # -- files -----------------------------------------------------------------------------------------------
 
-    def _stored_state(self, folder: RunFolder | None, resume: bool) -> StoredState | None:
-        """Check the output folder; return the state to resume. The folder is made when nothing can be refused any more."""
-        if folder is None:
-            if resume:
-                raise ConfigError("resume needs an output folder that holds the run to continue")
-            return None
-        folder.check()
-        # One process looks: another may come before a file system shows it what the first one wrote.
-        (step,) = self._world.largest(folder.newest_step() if self._world.is_main else -1)
-        newest = folder.checkpoint(int(step)) if step >= 0 else None
-        if newest is not None and not resume:
-            raise ConfigError(
-                f"{folder.path} already holds a training run; pass resume=True (--resume) to continue it, or name another folder"
-            )
-        if newest is None:
-            folder.check_new()
-        if newest is None and resume and self._world.is_main:
-            logger.warning("there is no checkpoint in %s to resume: a new run starts at step 0", folder.path)
-        return StoredState.read(newest) if newest is not None else None
-
     def _files_of_main(self) -> Path | None:
         """The output folder, in the process that writes to it."""
         return self._config.output if self._world.is_main else None
@@ -399,10 +370,6 @@ class Trainer:
                 folder.link(BEST, best.step)
             folder.prune(config.keep_checkpoints, best.step if best.value is not None else None)
         self._world.wait()
-
-    def _check_disk(self) -> None:
-        if self._files_of_main() is not None and self._folder is not None:
-            self._folder.check_space(disk_bytes(self.speculator, self._config))
 
 
 def _due(step: int, every: int | None) -> bool:
