@@ -23,6 +23,7 @@ from typing import Any
 
 from speculators.errors import SpeculatorsError
 from speculators.registry import Algorithm, algorithms
+from speculators.serving.context_graphs import replay_context
 from speculators.serving.cpu_repairs import repair_cpu
 from speculators.serving.translation import translate
 from speculators.serving.versions import installed
@@ -131,6 +132,10 @@ def _add_speculators(registered: dict[str, Algorithm]) -> None:
         setattr(runner, "init_speculator", init_ours)  # noqa: B010 (unknown to type checkers)
 
 
+def _replay_context(registered: dict[str, Algorithm]) -> None:
+    replay_context()
+
+
 def _repair_cpu(registered: dict[str, Algorithm]) -> None:
     repair_cpu()
 
@@ -140,5 +145,6 @@ _EXTENSIONS: dict[str, Callable[[dict[str, Algorithm]], None]] = {
     "the checkpoint configurations": _complete_configs,
     "the drafter models": _add_models,
     "the speculators": _add_speculators,
+    "the injection of context": _replay_context,
     "the CPU kernels": _repair_cpu,
 }
