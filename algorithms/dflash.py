@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from speculators.algorithms.anchors import Anchors, Supervision
 from speculators.algorithms.draft_state import DraftState
-from speculators.algorithms.layers import DecoderLayer, ResidualStream, RMSNorm, RotaryEmbedding, initialise, run_layer
+from speculators.algorithms.layers import DecoderLayer, Projection, ResidualStream, RMSNorm, RotaryEmbedding, initialise, run_layer
 from speculators.algorithms.objective import Objective, block_loss
 from speculators.algorithms.options import DrafterOptions, common_config, default_mask_token, taps_for
 from speculators.algorithms.warm_start import continued_config
@@ -163,7 +163,7 @@ class DFlash(Speculator):
         super().__init__(config)
         layers = config.layers
         features = len(config.tapped_layers) * self.target_hidden_size
-        self.fc = nn.Linear(features, layers.hidden_size, bias=False)
+        self.fc = Projection(features, layers.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(layers.hidden_size, eps=layers.rms_norm_eps)
         self.layers = nn.ModuleList(DecoderLayer(layers, normalise_heads=True) for _ in range(layers.num_hidden_layers))
         self.norm = RMSNorm(layers.hidden_size, eps=layers.rms_norm_eps)

@@ -18,6 +18,7 @@ from speculators.algorithms.anchors import Anchors
 from speculators.algorithms.draft_state import DraftState
 from speculators.algorithms.layers import (
     DecoderLayer,
+    Projection,
     ResidualStream,
     RMSNorm,
     RotaryEmbedding,
@@ -145,7 +146,7 @@ class InputFusion(Speculator):
         features = taps * self.target_hidden_size
         self.input_norm = RMSNorm(features, eps=eps) if config.norm_before_fc else None
         self.fc_norm = nn.ModuleList(RMSNorm(self.target_hidden_size, eps=eps) for _ in range(taps)) if config.fc_norm else None
-        self.fc = nn.Linear(features, layers.hidden_size, bias=False)
+        self.fc = Projection(features, layers.hidden_size, bias=False)
         self.layers = nn.ModuleList(
             DecoderLayer(
                 layers,
