@@ -10,17 +10,24 @@ r"""Decoding speed in vLLM: every drafter against no drafter, at each batch size
 Each configuration is an offline engine in a process of its own, with the speculative config, arguments and variables that
 `speculators serve` would use. All of them start at once, since starting takes a minute each; then one after the other is timed,
 alone on its GPU, plain decoding first. A batch's prompts come from all prompt files in turn; every reply has its full length.
-After an unmeasured batch each batch is answered several times and its median counts, prefill included. `tokens_per_second` is
-of the whole batch, `speedup` the ratio of times for the same prompts, `same_replies` how many equal those without a drafter:
-in bfloat16 a near tie may fall either way. A configuration that fails is a row that says why, and the others go on.
+After an unmeasured batch each batch is answered several times and its median counts. `tokens_per_second` is of the whole batch,
+prefill included; `decode_tokens_per_second` counts from the first token to the last. Both speedups are ratios of times for the
+same prompts, over the fastest plain decoding of the run. `step_ms` is decode time a verification (a token, without a drafter);
+above batch 1 replies end at different times, and it is an upper bound. `same_replies` counts those that equal the replies without
+a drafter: in bfloat16 a near tie may fall either way. A configuration that fails is a row that says why, and the others go on.
 
 `--layouts dspark=FOLDER` also serves a drafter from a conversion of it (`speculators convert`), without the library's plugin.
+`--variants` tries other settings beside the default, every drafter with each; plain decoding too where they concern it:
+
+    --variants triton:attention_backend=TRITON_ATTN,draft.attention_backend=TRITON_ATTN short:k=3 first:VLLM_USE_V2_MODEL_RUNNER=0
+
+In a variant `k` is the number of draft tokens, `draft.KEY` a key of the speculative config, a name in capitals a variable, and
+anything else an argument of `vllm serve`.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import statistics
 import sys
 import tempfile
@@ -28,30 +35,25 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from importlib.metadata import entry_points
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from harness import Report, Timing
+from serving_configurations import PLAIN, Configuration, Variant, planned
 from vllm_process import Started, VllmError, VllmProcess, offline_settings
 
 from speculators.cli.common import load_verifier
 from speculators.data.prompts import read_prompts
-from speculators.errors import SpeculatorsError
 from speculators.evaluation.evaluate import PromptSet
 from speculators.loading import locate_verifier
-from speculators.serving import plan
-from speculators.serving.plan import PLUGIN_NAME, PLUGINS_VARIABLE
 from speculators.serving.versions import installed
 from speculators.verifier import Verifier
 
 PROMPTS = sorted((Path(__file__).parent / "prompts").glob("*.jsonl"))
 CHECKPOINTS = Path(__file__).parent.parent / "checkpoints" / "smollm2-135m-instruct"
 METHODS = ("dspark", "dflash", "peagle", "eagle3")
-PLAIN = "none"
-PLUGIN_GROUP = "vllm.general_plugins"
 STEP_TOKENS = 8192  # of a step's budget, in every configuration
 LOG_LINES = 20  # shown of an engine that failed
 
@@ -59,37 +61,19 @@ Group = list[list[int]]
 
 
 @dataclass(frozen=True)
-class Configuration:
-    """One engine.
-
-    Attributes:
-        name: of the drafter, `PLAIN` for none.
-        k: draft tokens; None without a drafter.
-        settings: of `vllm.LLM`, beyond those that all share.
-        environment: variables of its process.
-    """
-
-    name: str
-    k: int | None = None
-    settings: dict[str, Any] = field(default_factory=dict)
-    environment: dict[str, str] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        return self.name if self.k is None else f"{self.name} K = {self.k}"
-
-
-@dataclass(frozen=True)
 class Measured:
     """One configuration at one batch size, the batches of `groups`.
 
     Attributes:
-        seconds: each batch's median.
+        seconds, decode_seconds: each batch's median; see `Answered`.
         replies: of each batch, of its first repetition.
-        verifications, accepted: of all repetitions; see `Answered`.
+        all_decode_seconds, verifications, accepted: of all repetitions.
     """
 
     seconds: list[float]
+    decode_seconds: list[float]
     replies: list[list[list[int]]]
+    all_decode_seconds: float
     verifications: int
     accepted: int
 
@@ -99,54 +83,22 @@ class Measured:
         return sum(len(reply) for group in self.replies for reply in group)
 
     @property
+    def decode_tokens(self) -> int:
+        """New tokens after the first of each reply, which prefill gives."""
+        return self.tokens - sum(map(len, self.replies))
+
+    @property
+    def step_ms(self) -> float:
+        """Decode time a step of the whole batch."""
+        batch = len(self.replies[0])
+        if self.verifications:
+            return 1e3 * self.all_decode_seconds * batch / self.verifications
+        return 1e3 * sum(self.decode_seconds) * batch / self.decode_tokens
+
+    @property
     def acceptance_length(self) -> float | None:
         """Tokens a verification, the bonus token included; None without a drafter."""
         return 1 + self.accepted / self.verifications if self.verifications else None
-
-
-def planned(options: argparse.Namespace, arguments: Sequence[str]) -> tuple[list[Configuration], dict[str, str]]:
-    """Every configuration asked for, and those that `speculators serve` refuses with its sentence."""
-    made, refused = [Configuration(PLAIN, settings=as_settings(arguments))], {}
-    drafters: list[tuple[str, Path | None]] = [(method, None) for method in options.methods]
-    drafters += [(method, Path(folder)) for method, _, folder in (layout.partition("=") for layout in options.layouts)]
-    for (method, layout), k in itertools.product(drafters, options.ks or [None]):
-        name = method if layout is None else f"{method} from {layout.name}"
-        try:
-            checked = plan(
-                options.checkpoints / method,
-                verifier=options.verifier,
-                num_draft_tokens=k,
-                version=str(installed()),
-                arguments=arguments,
-            )
-        except SpeculatorsError as error:
-            refused[name if k is None else f"{name} K = {k}"] = str(error)
-            continue
-        if checked.plugin and layout is None and not entry_points(group=PLUGIN_GROUP, name=PLUGIN_NAME):
-            refused[f"{name} K = {checked.num_draft_tokens}"] = (
-                "vLLM will not find the plugin: the library is not installed here (pip install -e .)"
-            )
-            continue
-        speculative, environment = checked.speculative_config, checked.environment
-        if layout is not None:
-            speculative, environment = {**speculative, "model": str(layout)}, {**environment, PLUGINS_VARIABLE: ""}
-        settings = {**as_settings(checked.arguments), "speculative_config": speculative}
-        made.append(Configuration(name, checked.num_draft_tokens, settings, environment))
-    return made, refused
-
-
-def as_settings(arguments: Sequence[str]) -> dict[str, Any]:
-    """Arguments of `vllm serve` as those of `vllm.LLM`: ["--max-num-seqs", "64", "--enforce-eager"] -> numbers, flags and text."""
-    settings: dict[str, Any] = {}
-    for position, argument in enumerate(arguments):
-        if not argument.startswith("--"):
-            continue
-        following = arguments[position + 1] if position + 1 < len(arguments) else "--"
-        value: Any = True
-        if not following.startswith("--"):
-            value = int(following) if following.isdecimal() else following
-        settings[argument.removeprefix("--").replace("-", "_")] = value
-    return settings
 
 
 def batches_of(prompts: Group, batch: int, least: int) -> list[Group]:
@@ -159,10 +111,14 @@ def measure(engine: VllmProcess, groups: list[Group], tokens: int, repetitions: 
     """Time one engine on batches of one size: all of them in turn, several times over."""
     engine.answer(groups[0], tokens)
     runs = [[engine.answer(group, tokens) for group in groups] for _ in range(repetitions)]
-    seconds = [statistics.median(run[index].seconds for run in runs) for index in range(len(groups))]
     answered = [one for run in runs for one in run]
     return Measured(
-        seconds, [one.token_ids for one in runs[0]], sum(one.verifications for one in answered), sum(one.accepted for one in answered)
+        seconds=[statistics.median(run[index].seconds for run in runs) for index in range(len(groups))],
+        decode_seconds=[statistics.median(run[index].decode_seconds for run in runs) for index in range(len(groups))],
+        replies=[one.token_ids for one in runs[0]],
+        all_decode_seconds=sum(one.decode_seconds for one in answered),
+        verifications=sum(one.verifications for one in answered),
+        accepted=sum(one.accepted for one in answered),
     )
 
 
@@ -171,7 +127,7 @@ class Results:
 
     def __init__(self, report: Report, path: Path | None) -> None:
         self.report, self.path = report, path
-        self.plain: dict[int, Measured] = {}
+        self.plain: dict[tuple[str, int], Measured] = {}  # by variant and batch
         self._lock = threading.Lock()
 
     def add(self, configuration: Configuration, started: Started, batch: int, measured: Measured) -> None:
@@ -180,25 +136,40 @@ class Results:
         tenths = statistics.quantiles(each, n=10, method="inclusive") if len(each) > 1 else [each[0]]
         with self._lock:
             if configuration.name == PLAIN:
-                self.plain[batch] = measured
-            facts: dict[str, Any] = {"speedup": None, "speedup_over_acceptance": None, "same_replies": None}
-            if (plain := self.plain.get(batch)) is not None and configuration.name != PLAIN:
-                facts["speedup"] = sum(plain.seconds) / sum(measured.seconds)
-                facts["speedup_over_acceptance"] = facts["speedup"] / (measured.acceptance_length or 1.0)
-                pairs = [pair for both in zip(plain.replies, measured.replies, strict=True) for pair in zip(*both, strict=True)]
-                facts["same_replies"] = f"{sum(ours == theirs for ours, theirs in pairs)} of {len(pairs)}"
+                self.plain[configuration.variant, batch] = measured
+            facts = {} if configuration.name == PLAIN else self._compared(configuration, batch, measured)
             row = self.report.add(
                 configuration.name,
                 Timing(statistics.median(each), tenths[0], tenths[-1], len(each), None, None),
+                variant=configuration.variant or None,
                 batch=batch,
                 k=configuration.k,
                 runner=started.runner + ("" if started.asynchronous else ", synchronous"),
                 tokens_per_second=measured.tokens / sum(measured.seconds),
+                decode_tokens_per_second=measured.decode_tokens / sum(measured.decode_seconds),
+                step_ms=measured.step_ms,
                 acceptance_length=measured.acceptance_length,
                 **facts,
             )
             del row["peak_bytes"], row["peak_total_bytes"]  # not measured here
             self._write()
+
+    def _compared(self, configuration: Configuration, batch: int, measured: Measured) -> dict[str, Any]:
+        """Times over those of the fastest plain decoding, replies beside those of the same settings."""
+        plain = [one for (_, size), one in self.plain.items() if size == batch]
+        if not plain:
+            return {}
+        fastest = min(plain, key=lambda one: sum(one.seconds))
+        speedup = sum(fastest.seconds) / sum(measured.seconds)
+        decode_speedup = sum(fastest.decode_seconds) / sum(measured.decode_seconds)
+        same = self.plain.get((configuration.variant, batch), plain[0])
+        pairs = [pair for both in zip(same.replies, measured.replies, strict=True) for pair in zip(*both, strict=True)]
+        return {
+            "speedup": speedup,
+            "decode_speedup": decode_speedup,
+            "decode_speedup_over_acceptance": decode_speedup / (measured.acceptance_length or 1.0),
+            "same_replies": f"{sum(ours == theirs for ours, theirs in pairs)} of {len(pairs)}",
+        }
 
     def fail(self, name: str, note: str, log: Path | None = None) -> None:
         """A configuration that gave nothing, or nothing more."""
@@ -279,6 +250,7 @@ def main() -> None:
     parser.add_argument("--checkpoints", type=Path, default=CHECKPOINTS, help="holds one folder a method")
     parser.add_argument("--methods", nargs="*", default=METHODS)
     parser.add_argument("--layouts", nargs="*", default=[], metavar="METHOD=FOLDER", help="converted drafters, served without the plugin")
+    parser.add_argument("--variants", nargs="*", type=Variant.parse, default=[], metavar="NAME:SETTING,...", help="see above")
     parser.add_argument("--ks", nargs="+", type=int, help="draft tokens; the checkpoint's by default")
     parser.add_argument("--prompts", nargs="+", type=Path, default=PROMPTS)
     parser.add_argument("--least-prompts", type=int, default=16, help="prompts of a batch size, in as many batches as that takes")

@@ -59,12 +59,14 @@ class Answered:
 
     Attributes:
         seconds: from the prompts to the last token, prefill included.
+        decode_seconds: from the first token of any reply to the last one of any, by the engine's own clock.
         token_ids: the replies.
         verifications: of drafts, summed over requests.
         accepted: draft tokens accepted in them.
     """
 
     seconds: float
+    decode_seconds: float
     token_ids: list[list[int]]
     verifications: int
     accepted: int
@@ -205,7 +207,8 @@ def _answer(engine: Any, prompts: list[list[int]], max_new_tokens: int, stop_tok
     outputs = engine.generate(requests, sampling, use_tqdm=False)
     seconds = time.perf_counter() - begin
     verifications, accepted = (after - earlier for after, earlier in zip(_counters(engine), before, strict=True))
-    return Answered(seconds, [list(output.outputs[0].token_ids) for output in outputs], verifications, accepted)
+    decode_seconds = max(output.metrics.last_token_ts for output in outputs) - min(output.metrics.first_token_ts for output in outputs)
+    return Answered(seconds, decode_seconds, [list(output.outputs[0].token_ids) for output in outputs], verifications, accepted)
 
 
 def _counters(engine: Any) -> list[int]:
