@@ -110,7 +110,8 @@ class _FeedForward(torch.autograd.Function):
 
 
 def _weight_gradient(gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    return (gradient.flatten(0, -2).T @ x.flatten(0, -2)).to(weight.dtype)
+    # reshape and not flatten: a single vector, such as P-EAGLE's shared state, is one token
+    return (gradient.reshape(-1, gradient.shape[-1]).T @ x.reshape(-1, x.shape[-1])).to(weight.dtype)
 
 
 # -- silu(gate) * up ---------------------------------------------------------------------------------------------
