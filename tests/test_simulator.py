@@ -133,6 +133,8 @@ def test_profiles_and_workloads_that_cannot_be_are_refused(tmp_path: Path) -> No
         DrafterProfile("x", np.array([[1.2]]), TIMES)
     with pytest.raises(ConfigError, match="ascending"):
         Workload(np.array([1.0, 0.5]), np.array([1, 1]))
+    with pytest.raises(ConfigError, match="output_tokens are whole numbers, not float64"):
+        Workload(np.array([0.0]), np.array([2.5]))  # type: ignore[arg-type]
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"arrival": 2, "output_tokens": 5}\n\n{"arrival": 1, "output_tokens": 7}\n')
     read = Workload.read(trace)

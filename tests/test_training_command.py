@@ -116,6 +116,11 @@ def test_a_trained_drafter_says_where_it_comes_from(verifier: Path, data: Path, 
         ({"learning_rate_scale": {"norm": -1}}, (), ("learning_rate_scale holds -1.0",)),
         ({"steps": None, "epochs": float("inf")}, (), ("epochs = inf", "finite")),
         ({"held_out": 0.9999}, (), ("there are no conversations to pack", "hold fewer of them out")),
+        (
+            {"row_length": 2**50},
+            (),
+            ("host memory has no room for 12.0 PiB more", "lower rows_per_step or row_length", "no state was saved yet"),
+        ),
         ({}, ("--loggers", "papyrus"), ("loggers", "papyrus", "tensorboard")),
     ],
 )

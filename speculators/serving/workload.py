@@ -39,6 +39,8 @@ class Workload:
         ascending = np.isfinite(self.arrival).all() and self.arrival[0] >= 0 and (np.diff(self.arrival) >= 0).all()
         if not ascending or self.output_tokens.min() < 1:
             raise ConfigError("a workload needs finite arrivals in ascending order from 0 on, and replies of at least 1 token")
+        if not np.issubdtype(self.output_tokens.dtype, np.integer):
+            raise ConfigError(f"a workload's output_tokens are whole numbers, not {self.output_tokens.dtype}")
         if self.users is not None and self.users < 1:
             raise ConfigError(f"{self.users} users: a closed loop needs at least 1")
 
