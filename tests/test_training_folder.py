@@ -19,6 +19,7 @@ from speculators.errors import ConfigError, DataError
 from speculators.training.average import WeightAverage
 from speculators.training.run_folder import RunFolder
 from speculators.training.step import TrainingStep
+from speculators.training.stopping import Best
 from speculators.training.trainer import train
 from speculators.verifier import Verifier
 
@@ -67,6 +68,15 @@ def test_a_best_that_nobody_measures_is_refused(verifier: Verifier, tmp_path: Pa
     assert not (tmp_path / "run").exists(), "before anything is made for the run"
     with pytest.raises(ConfigError, match="patience counts evaluations; set evaluate_every"):
         tiny_config(patience=2)
+
+
+@pytest.mark.parametrize(
+    ("metric", "better"), [("loss", 1.0), ("confidence_cross_entropy", 1.0), ("acceptance_length", 3.0), ("greedy_acceptance_length", 3.0)]
+)
+def test_losses_are_better_when_smaller_and_acceptance_lengths_when_larger(metric: str, better: float) -> None:
+    first = Best().after({"step": 1, metric: 2.0}, metric, 0.0)
+    assert first.after({"step": 2, metric: better}, metric, 0.0) == Best(better, 2, 0)
+    assert first.after({"step": 2, metric: 4.0 - better}, metric, 0.0) == Best(2.0, 1, 1)
 
 
 @pytest.mark.parametrize("method", ["toy", "dflash", "dspark"])

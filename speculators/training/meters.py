@@ -97,7 +97,7 @@ class Meters:
 
 
 # A metric by draft position, and the length that it amounts to.
-_ACCEPTANCE_LENGTHS = {"acceptance": "acceptance_length", "greedy_acceptance": "greedy_acceptance_length"}
+ACCEPTANCE_LENGTHS = {"acceptance": "acceptance_length", "greedy_acceptance": "greedy_acceptance_length"}
 
 
 def estimated_acceptance_length(conditional: Reading) -> float | None:
@@ -121,7 +121,7 @@ def estimated_acceptance_length(conditional: Reading) -> float | None:
 def with_acceptance_lengths(readings: Mapping[str, Reading]) -> dict[str, Any]:
     """Readings plus the acceptance lengths that their conditional acceptances amount to, sampled and greedy."""
     record: dict[str, Any] = dict(readings)
-    for metric, name in _ACCEPTANCE_LENGTHS.items():
+    for metric, name in ACCEPTANCE_LENGTHS.items():
         length = estimated_acceptance_length(readings.get(metric))
         if length is not None:
             record[name] = length
@@ -131,5 +131,5 @@ def with_acceptance_lengths(readings: Mapping[str, Reading]) -> dict[str, Any]:
 def evaluated_numbers(metrics: Mapping[str, tuple[Tensor, Tensor | None]]) -> list[str]:
     """Names of the single numbers that an evaluation reports, given the metrics of a batch: what `best_by` may name."""
     single = [name for name, (numerator, _) in metrics.items() if numerator.ndim == 0 and name != "loss"]
-    lengths = [length for metric, length in _ACCEPTANCE_LENGTHS.items() if metric in metrics and metrics[metric][0].ndim]
+    lengths = [length for metric, length in ACCEPTANCE_LENGTHS.items() if metric in metrics and metrics[metric][0].ndim]
     return ["loss", *single, *lengths]

@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 from speculators.errors import ConfigError
+from speculators.training.meters import ACCEPTANCE_LENGTHS
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class Best:
 
         Args:
             record: the evaluation, with its step.
-            metric: "loss" is better when smaller, anything else when larger; see `TrainingConfig.best_by`.
+            metric: an acceptance length is better when larger, anything else (the loss and its terms) when smaller; see
+                `TrainingConfig.best_by`.
             min_improvement: less than this is no improvement.
 
         Raises:
@@ -42,7 +44,7 @@ class Best:
             metric = "acceptance_length" if "acceptance_length" in record else "loss"
         check_best_by(metric, [name for name, number in record.items() if isinstance(number, float)])
         value = record[metric]
-        gain = 0.0 if self.value is None else (self.value - value if metric == "loss" else value - self.value)
+        gain = 0.0 if self.value is None else (value - self.value if metric in ACCEPTANCE_LENGTHS.values() else self.value - value)
         if self.value is None or gain > min_improvement:
             return Best(value, record["step"], 0)
         return replace(self, since=self.since + 1)
