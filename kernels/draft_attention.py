@@ -130,7 +130,8 @@ if triton is not None:
         out = ((row * heads + head) * splits + split) * (groups * queries) + index
         tl.store(largest_out + out, largest, mask=here)
         tl.store(total_out + out, total, mask=here)
-        tl.store(partial + out[:, None] * size + d[None, :], acc, mask=here[:, None] & (d < size)[None, :])
+        # A chunk of which a query saw nothing leaves no sum: most chunks of short rows in a long cache.
+        tl.store(partial + out[:, None] * size + d[None, :], acc, mask=(here & (total > 0))[:, None] & (d < size)[None, :])
 
     @triton.jit
     def _sum_kernel(
@@ -148,9 +149,10 @@ if triton is not None:
         index = ((row * heads + query_head // groups) * splits + split) * (groups * queries) + query_head % groups * queries + query
         inside = split < splits
         m = tl.load(largest + index, mask=inside, other=-1.0e30)
+        amount = tl.load(total + index, mask=inside, other=0.0)
         weight = tl.where(inside, tl.exp(m - tl.max(m, 0)), 0.0)
-        sums = tl.sum(weight * tl.load(total + index, mask=inside, other=0.0), 0)
-        parts = tl.load(partial + index[:, None] * size + d[None, :], mask=inside[:, None] & (d < size)[None, :], other=0.0)
+        sums = tl.sum(weight * amount, 0)
+        parts = tl.load(partial + index[:, None] * size + d[None, :], mask=(amount > 0)[:, None] & (d < size)[None, :], other=0.0)
         result = tl.sum(parts * weight[:, None], 0) / tl.maximum(sums, 1.0e-30)
         tl.store(out + at * size + d, result.to(out.dtype.element_ty), mask=d < size)
 

@@ -74,3 +74,13 @@ def test_a_query_that_sees_nothing_gets_zero() -> None:
     out = draft_attention(*tensors, visible, scale=0.3)
     assert out[0].abs().min() > 0
     assert torch.equal(out[1], torch.zeros_like(out[1]))
+
+
+def test_what_chunks_leave_out_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = inputs(2, 3, 700, (4, 2), 8, torch.float32)
+    end = torch.tensor([[650], [5]], device=DEVICE)  # the second row sees one chunk of six
+    visible = visible_blocks(torch.zeros_like(end), end, block_queries=3, block_keys=3, causal=True)
+    expected = draft_attention(*tensors, visible, scale=0.3, implementation="reference")
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(float("nan")))
+    torch.testing.assert_close(draft_attention(*tensors, visible, scale=0.3), expected)
