@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from speculators.decoding.cache import KeyValueCache
+from speculators.decoding.cache import KeyValueCache, cache_argument
 from speculators.kernels.attention_heads import CacheSlots, attention_heads
 from speculators.kernels.block_attention import attention
 from speculators.kernels.gated_halves import gated_halves
@@ -51,7 +51,7 @@ def fuse_layers(decoder: nn.Module, layers: nn.ModuleList, kinds: dict[str, int 
     rotary = getattr(decoder, "rotary_emb", None)
     if rotary is None or kinds != {"full_attention": None}:
         return 0
-    return sum(_fuse(layer, rotary) for layer in layers)
+    return sum(_fuse(layer, rotary, cache_argument(decoder)) for layer in layers)
 
 
 @torch.no_grad()
@@ -81,7 +81,7 @@ class FusedSteps:
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """One layer; arguments and result are those of the layer's own class."""
-        cache: Any = kwargs.get("past_key_values")
+        cache: Any = kwargs.get("cache", kwargs.get("past_key_values"))  # see `cache_argument`
         embeddings: Any = kwargs.get("position_embeddings")
         known = isinstance(cache, KeyValueCache) and embeddings is not None and not args
         if not known or hidden_states.shape[1] > _WIDEST_STEP or torch.is_grad_enabled():
@@ -129,13 +129,13 @@ def _product(x: Tensor, *projections: nn.Linear) -> Tensor:
 # -- whether a layer is of that kind -----------------------------------------------------------------------------
 
 
-def _fuse(layer: Any, rotary: nn.Module) -> bool:
+def _fuse(layer: Any, rotary: nn.Module, cache_name: str) -> bool:
     """Fuse a layer where that is exact, else leave it as it is."""
     if not _has_the_parts(layer):
         return False
     lay_together((layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj))
     lay_together((layer.mlp.gate_proj, layer.mlp.up_proj))
-    if not _computes_the_same(layer, rotary):
+    if not _computes_the_same(layer, rotary, cache_name):
         return False
     layer.__class__ = _fused_class(type(layer))  # not a new forward of this object, which a copy would share
     return True
@@ -159,7 +159,7 @@ def _has_the_parts(layer: Any) -> bool:
 
 
 @torch.no_grad()
-def _computes_the_same(layer: Any, rotary: nn.Module) -> bool:
+def _computes_the_same(layer: Any, rotary: nn.Module, cache_name: str) -> bool:
     """Run a step both ways, over a cache that holds something, and compare what they add to the residual stream."""
     own, weight = layer.self_attn, layer.self_attn.q_proj.weight
     hidden = torch.randn(1, 6, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
@@ -171,7 +171,7 @@ def _computes_the_same(layer: Any, rotary: nn.Module) -> bool:
                 cache.lengths.fill_(first)
                 positions, x = cache.begin(3, 8), hidden[:, first : first + 3]
                 seen = torch.arange(8, device=weight.device) <= positions[:, :, None]
-                options = {"attention_mask": seen[:, None], "position_embeddings": rotary(x, positions), "past_key_values": cache}
+                options = {"attention_mask": seen[:, None], "position_embeddings": rotary(x, positions), cache_name: cache}
                 step = fused and first > 0
                 out = _step(layer, x, options["position_embeddings"], cache) if step else layer(x, position_ids=positions, **options)
             updates.append((out - x).double())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from speculators.attention import GROUPED_ATTENTION, AttentionMasks
-from speculators.decoding.cache import KeyValueCache
+from speculators.decoding.cache import KeyValueCache, cache_argument
 from speculators.errors import CheckpointError, ConfigError, DataError
 from speculators.fused_layers import fuse_final_norm, fuse_layers
 from speculators.loading import fast_dtype, load_model, refuse_unsupported, stop_token_ids
@@ -73,9 +72,7 @@ class Verifier:
         if self._decoder is model:  # transformers did not find it (Llama-4)
             self._decoder = _child(model, ("model", "transformer"), name)
         self._layers = _child(self._decoder, ("layers", "h"), name)
-        # transformers renames this argument, model by model.
-        renamed = "cache" in inspect.signature(self._decoder.forward).parameters
-        self._cache_argument = "cache" if renamed else "past_key_values"
+        self._cache_argument = cache_argument(self._decoder)
         self._final_norm = _child(self._decoder, ("norm", "final_layer_norm", "final_layernorm", "ln_f"), name)
         # SDPA has neither soft-capped scores nor attention sinks; the model's own eager attention has.
         exact = bool(model._supports_sdpa) and not getattr(config, "attn_logit_softcapping", None)

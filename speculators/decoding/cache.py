@@ -7,10 +7,11 @@ back by not advancing the length: nothing is copied, moved or cleared.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from speculators.errors import ConfigError
@@ -18,6 +19,11 @@ from speculators.kernels.visible_keys import VisibleKeys
 
 # Attention reads a multiple of this many positions, so that a growing context meets few different shapes.
 _READ_MULTIPLE = 32
+
+
+def cache_argument(module: nn.Module) -> str:
+    """What a transformers model or layer calls its cache; the library renames it, model by model."""
+    return "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
 
 
 class KeyValueCache(Cache):
