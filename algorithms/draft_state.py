@@ -109,4 +109,6 @@ class DraftState:
     def commit(self, observation: Observation) -> None:
         """Move every row's length to the end of what was observed."""
         self.lengths = observation.start + observation.counts
-        self.longest = int(self.lengths.max()) if observation.longest is None else observation.longest
+        # Read where that is free; the bound that the host handed over stays what it was in rounds over static buffers.
+        known = observation.longest is not None and self.lengths.is_cuda
+        self.longest = observation.longest or 0 if known else int(self.lengths.max())

@@ -4,7 +4,8 @@ A step of a small model costs what its launches cost: the layers of transformers
 kind is pre-norm, with grouped rotary attention, optional norms of query and key heads (Qwen3), and SwiGLU. Such a layer runs its
 steps on the kernels that drafters run on; prompts, training features and anything else go through the model's own code.
 
-Nothing is taken from a layer's name. It must have exactly those parts, and compute what its own code computes.
+Nothing is taken from a layer's name. It must have exactly those parts, and compute what its own code computes. A fused model saves,
+loads, moves and copies as before; as a whole it cannot be pickled.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ def fuse_layers(decoder: nn.Module, layers: nn.ModuleList, kinds: dict[str, int 
 @torch.no_grad()
 def fuse_final_norm(norm: Any) -> bool:
     """Let an RMS norm run as one operation instead of eight; whether it does. Any other norm stays as it is."""
+    if isinstance(norm, FusedNorm):
+        return True
     weight = getattr(norm, "weight", None)
     if weight is None or not (hasattr(norm, "variance_epsilon") or hasattr(norm, "eps")) or "forward" in vars(norm) or _children(norm):
         return False
@@ -130,14 +133,15 @@ def _product(x: Tensor, *projections: nn.Linear) -> Tensor:
 
 
 def _fuse(layer: Any, rotary: nn.Module, cache_name: str) -> bool:
-    """Fuse a layer where that is exact, else leave it as it is."""
+    """Fuse a layer where that is exact, else leave it as it is. One that was fused before has its weights laid together again."""
     if not _has_the_parts(layer):
         return False
     lay_together((layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj))
     lay_together((layer.mlp.gate_proj, layer.mlp.up_proj))
     if not _computes_the_same(layer, rotary, cache_name):
         return False
-    layer.__class__ = _fused_class(type(layer))  # not a new forward of this object, which a copy would share
+    if not isinstance(layer, FusedSteps):
+        layer.__class__ = _fused_class(type(layer))  # not a new forward of this object, which a copy would share
     return True
 
 

@@ -126,6 +126,17 @@ def test_graphs_give_the_tokens_of_eager_rounds(name: str, temperature: float) -
     assert graphs._graphs, "rounds were captured"
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_long_sampled_replies_over_static_buffers_equal_eager_ones(name: str, verifier: Verifier) -> None:
+    drafter, prompts = drafter_of(name, verifier), [[number % 60 + 1 for number in range(24)]]
+    for seed in range(12):  # a draft distribution that is off shows in some of them only
+        sampling = SamplingParams(temperature=1.0, max_new_tokens=30, seed=seed, ignore_eos=True)
+        with torch.inference_mode():
+            batch = Batch(verifier, drafter, prompts, sampling, 3, FixedLength(), max_length=64)
+            batch.use_static_buffers(capture=False)
+        assert static_replies(batch, prompts) == generate(verifier, drafter, prompts, sampling, num_draft_tokens=3).token_ids
+
+
 class Counting(FixedLength):
     """Counts what the engine asks and tells it."""
 

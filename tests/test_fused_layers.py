@@ -91,3 +91,13 @@ def test_a_copy_has_steps_of_its_own_weights() -> None:
             parameter.zero_()
     for copied, plain in zip(steps(other), expected, strict=True):
         torch.testing.assert_close(copied, plain, rtol=1e-4, atol=1e-4)
+
+
+def test_a_fused_model_and_a_copy_of_it_can_be_fused_again() -> None:
+    verifier = tiny_verifier("llama")
+    expected = steps(verifier)
+    for model in (verifier.model, verifier.model, copy.deepcopy(verifier.model)):
+        again = Verifier(model, name_or_path="again")
+        assert fuse(again) == again.num_layers and fuse_final_norm(again._final_norm)
+        for actual, plain in zip(steps(again), expected, strict=True):
+            torch.testing.assert_close(actual, plain, rtol=1e-4, atol=1e-4)
