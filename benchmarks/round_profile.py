@@ -88,19 +88,20 @@ def main() -> None:
     options = parser.parse_args()
     verifier = load_verifier(options.verifier, "auto", None)
     report = Report(f"Kernels of one round, {options.rows} rows, K = {options.k}, greedy, {options.verifier}", verifier.device)
-    with torch.inference_mode():
-        for method in options.methods:
-            drafter = None if method == PLAIN else load_drafter(str(options.checkpoints / method), verifier)
+    for method in options.methods:
+        # Loaded like any drafter: what is made in inference mode cannot be laid out for decoding.
+        drafter = None if method == PLAIN else load_drafter(str(options.checkpoints / method), verifier)
+        with torch.inference_mode():
             batch = running_batch(verifier, drafter, options.rows, 0 if drafter is None else options.k, options.rounds)
             launches, microseconds, milliseconds = kernels(batch, options.rounds)
-            facts: dict[str, Any] = {"method": method, "launches": sum(launches.values()) / options.rounds}
-            report.add("round", None, **facts, microseconds=1e3 * milliseconds)
-            report.add("busy", None, **facts, microseconds=sum(microseconds.values()) / options.rounds)
-            for kernel, total in microseconds.most_common(options.most):
-                count = launches[kernel] / options.rounds
-                report.add(kernel[:100], None, method=method, launches=count, microseconds=total / options.rounds)
-            if options.output is not None:
-                report.write(options.output)
+        facts: dict[str, Any] = {"method": method, "launches": sum(launches.values()) / options.rounds}
+        report.add("round", None, **facts, microseconds=1e3 * milliseconds)
+        report.add("busy", None, **facts, microseconds=sum(microseconds.values()) / options.rounds)
+        for kernel, total in microseconds.most_common(options.most):
+            count = launches[kernel] / options.rounds
+            report.add(kernel[:100], None, method=method, launches=count, microseconds=total / options.rounds)
+        if options.output is not None:
+            report.write(options.output)
     print(json.dumps({"methods": options.methods, "rows": options.rows}))
 
 

@@ -13,6 +13,7 @@ Names load on first use, so that importing the package stays fast.
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,6 +24,11 @@ if TYPE_CHECKING:
     from speculators.serving.config import speculative_config
     from speculators.speculator import Speculator
     from speculators.verifier import Verifier
+
+_source_tree = Path(__file__).parent.parent
+if not (_source_tree / "speculators" / "kernels").is_dir():
+    # A source tree on the path, as for `python -m` at its root, keeps `algorithms` and `kernels` beside this folder.
+    __path__.append(str(_source_tree))
 
 _HOMES = {
     "Verifier": "speculators.verifier",

@@ -54,6 +54,20 @@ def python_files(*folders: str) -> list[Path]:
     return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
+def test_a_source_tree_on_the_path_imports_whole_without_being_installed() -> None:
+    # What `python -m` at its root finds before anything installed.
+    code = """
+import sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in str(finder).lower()]
+import speculators.algorithms.dflash, speculators.kernels.dot, os
+for module in (speculators.algorithms.dflash, speculators.kernels.dot):
+    assert os.path.dirname(os.path.dirname(module.__file__)) == os.getcwd(), module.__file__
+print("found")
+"""
+    result = run_python(code, ROOT)
+    assert result.stdout.strip() == "found", result.stderr
+
+
 @pytest.mark.parametrize("name", ["algorithms", "kernels"])
 def test_no_top_level_package_is_installed_beside_speculators(name: str, tmp_path: Path) -> None:
     code = f"import importlib.util as u; print(u.find_spec({name!r}), u.find_spec('speculators.{name}').name)"
