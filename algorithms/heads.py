@@ -22,6 +22,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from speculators.kernels.markov_sampling import TableFactors
+
 MarkovKind = Literal["vanilla", "gated", "rnn"]
 
 
@@ -92,6 +94,9 @@ class MarkovHead(nn.Module):
             hidden: [rows, K, hidden].
             state: [rows, rank], what the first slot's step starts from.
         """
+
+        if self.kind == "vanilla":
+            return TableFactors(self.markov_w1.weight)
 
         def factors(k: int, previous: Tensor) -> Tensor:
             nonlocal state

@@ -27,7 +27,7 @@ from speculators.kernels.attention_heads import CacheSlots, attention_heads, wri
 from speculators.kernels.head_rotation import rotate_heads
 from speculators.kernels.joined_projections import joined, lay_together
 from speculators.kernels.projection import feed_forward, gated_projection, linear
-from speculators.kernels.residual_norm import add_rms_norm, joined_norms
+from speculators.kernels.residual_norm import add_rms_norm, joined_norms, rms_norm
 from speculators.kernels.skinny_linear import skinny_gated_linear, skinny_linear
 
 # (query, key, value) of the layer's own tokens -> attention output, all [..., heads, head_dim]
@@ -116,7 +116,9 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size]; computed in float32 inside the operation."""
-        return nn.functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+        if torch.is_grad_enabled() or self.eps is None:
+            return nn.functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class Projection(nn.Linear):

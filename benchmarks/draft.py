@@ -21,12 +21,11 @@ from typing import Any
 
 import torch
 from harness import Report, Timing, Work, measure, measured_ceilings
+from kernel_choices import add_kernel_choices, choose_kernels
 from torch import Tensor
 
 from speculators.decoding.proposal import Observation
 from speculators.decoding.sampling import RoundSampler, SamplingParams
-from speculators.kernels import launch
-from speculators.kernels.skinny_linear import FASTER
 from speculators.registry import get_algorithm
 from speculators.speculator import Speculator, VerifierWeights
 
@@ -266,13 +265,10 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 64])
     parser.add_argument("--contexts", nargs="+", type=int, default=[2048])
     parser.add_argument("--repetitions", type=int, default=20)
-    parser.add_argument("--pdl", action="store_true", help="launch our kernels early, see kernels/launch.py")
-    parser.add_argument("--least-tokens", type=int, help="of skinny_linear.FASTER; 17 leaves all products to cuBLAS")
+    add_kernel_choices(parser)
     parser.add_argument("--output", type=Path, help="without ending; .json and .md are written")
     options = parser.parse_args()
-    launch.enabled = launch.enabled or options.pdl
-    if options.least_tokens is not None:
-        FASTER.update({device: replace(products, least_tokens=options.least_tokens) for device, products in FASTER.items()})
+    choose_kernels(options)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ceilings = measured_ceilings(device)
     report = Report("One draft round, random weights, greedy", device, ceilings)

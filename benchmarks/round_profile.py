@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from harness import Report
+from kernel_choices import add_kernel_choices, choose_kernels
 from torch.profiler import ProfilerActivity, profile
 
 from speculators.cli.common import load_drafter, load_verifier
@@ -83,9 +84,11 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--k", type=int, default=7)
     parser.add_argument("--rounds", type=int, default=10)
+    add_kernel_choices(parser)
     parser.add_argument("--most", type=int, default=40, help="kernels shown of each method")
     parser.add_argument("--output", type=Path, help="without ending; .json and .md are written")
     options = parser.parse_args()
+    choose_kernels(options)
     verifier = load_verifier(options.verifier, "auto", None)
     report = Report(f"Kernels of one round, {options.rows} rows, K = {options.k}, greedy, {options.verifier}", verifier.device)
     for method in options.methods:

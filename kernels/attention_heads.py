@@ -24,7 +24,7 @@ try:
     import triton
     import triton.language as tl
 
-    from speculators.kernels.launch import wait_for_inputs
+    from speculators.kernels.launch import let_next_start, wait_for_inputs
 except ImportError:  # no build for this platform: the reference serves it
     triton = None
 
@@ -139,6 +139,7 @@ if triton is not None:
         sin = tl.load(sine + token * (2 * HALF) + half, mask=half < HALF, other=0.0)
         new_first = (first * cos - second * sin).to(states.dtype.element_ty)
         new_second = (second * cos + first * sin).to(states.dtype.element_ty)
+        let_next_start(PDL)
         tl.store(source, new_first, mask=turned)
         tl.store(source + HALF, new_second, mask=turned)
         if WRITE:

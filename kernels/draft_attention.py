@@ -26,7 +26,7 @@ try:
     import triton
     import triton.language as tl
 
-    from speculators.kernels.launch import wait_for_inputs
+    from speculators.kernels.launch import let_next_start, wait_for_inputs
 except ImportError:  # no build for this platform: the reference serves it
     triton = None
 
@@ -127,6 +127,7 @@ if triton is not None:
                 context_value + row * context_value_row + head * context_value_head,
                 context_key_stride, context_value_stride, first, last, start, end, scale, largest, total, acc, size, KEYS, SIZE,
             )  # fmt: skip
+        let_next_start(PDL)
         out = ((row * heads + head) * splits + split) * (groups * queries) + index
         tl.store(largest_out + out, largest, mask=here)
         tl.store(total_out + out, total, mask=here)
@@ -154,6 +155,7 @@ if triton is not None:
         sums = tl.sum(weight * amount, 0)
         parts = tl.load(partial + index[:, None] * size + d[None, :], mask=(amount > 0)[:, None] & (d < size)[None, :], other=0.0)
         result = tl.sum(parts * weight[:, None], 0) / tl.maximum(sums, 1.0e-30)
+        let_next_start(PDL)
         tl.store(out + at * size + d, result.to(out.dtype.element_ty), mask=d < size)
 
 

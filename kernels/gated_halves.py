@@ -15,7 +15,7 @@ try:
     import triton
     import triton.language as tl
 
-    from speculators.kernels.launch import wait_for_inputs
+    from speculators.kernels.launch import let_next_start, wait_for_inputs
 except ImportError:  # no build for this platform: the reference serves it
     triton = None
 
@@ -34,6 +34,7 @@ if triton is not None:
         inside = column < size
         gate = tl.load(states + token * 2 * size + column, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(states + (token * 2 + 1) * size + column, mask=inside, other=0.0).to(tl.float32)
+        let_next_start(PDL)
         silu = (gate * tl.sigmoid(gate)).to(out.dtype.element_ty).to(tl.float32)
         tl.store(out + token * size + column, (silu * up).to(out.dtype.element_ty), mask=inside)
 

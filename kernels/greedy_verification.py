@@ -18,7 +18,7 @@ try:
     import triton
     import triton.language as tl
 
-    from speculators.kernels.launch import wait_for_inputs
+    from speculators.kernels.launch import let_next_start, wait_for_inputs
     from speculators.kernels.likeliest_tokens import tile_argmax_kernel
 except ImportError:  # no build for this platform: the reference serves it
     triton = None
@@ -49,6 +49,7 @@ if triton is not None:
             token = tl.load(token_ids + row * token_stride + k, mask=k < drafts, other=-1)
             walking = walking & (k < length) & (token == likely)
             accepted += tl.where(walking, 1, 0)
+        let_next_start(PDL)
         tl.store(accepted_out + row, accepted)
         tl.store(next_token + row, following)
 

@@ -23,7 +23,7 @@ try:
     import triton
     import triton.language as tl
 
-    from speculators.kernels.launch import wait_for_inputs
+    from speculators.kernels.launch import let_next_start, wait_for_inputs
 except ImportError:  # no build for this platform: the reference serves it
     triton = None
 
@@ -75,6 +75,7 @@ if triton is not None:
             second = second.to(x.dtype.element_ty).to(tl.float32)
         cos = tl.load(cosine + token * (2 * HALF) + half, mask=half < HALF, other=0.0)
         sin = tl.load(sine + token * (2 * HALF) + half, mask=half < HALF, other=0.0)
+        let_next_start(PDL)
         target = out + (token * HEADS + head) * (2 * HALF) + half
         tl.store(target, (first * cos - second * sin).to(out.dtype.element_ty), mask=inside)
         tl.store(target + HALF, (second * cos + first * sin).to(out.dtype.element_ty), mask=inside)

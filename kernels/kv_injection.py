@@ -27,7 +27,7 @@ try:
     import triton
     import triton.language as tl
 
-    from speculators.kernels.launch import wait_for_inputs
+    from speculators.kernels.launch import let_next_start, wait_for_inputs
 except ImportError:  # no build for this platform: the reference serves it
     triton = None
 
@@ -161,6 +161,7 @@ if triton is not None:
         second = second.to(memory.dtype.element_ty).to(tl.float32)
         cos = tl.load(cosine + position * HALF + half, mask=half < HALF, other=0.0)
         sin = tl.load(sine + position * HALF + half, mask=half < HALF, other=0.0)
+        let_next_start(PDL)
         tl.store(target, (first * cos - second * sin).to(memory.dtype.element_ty), mask=inside)
         tl.store(target + HALF, (second * cos + first * sin).to(memory.dtype.element_ty), mask=inside)
         tl.store(value_target, tl.load(value_source, mask=inside).to(memory.dtype.element_ty), mask=inside)

@@ -5,12 +5,16 @@ and wait for their first bytes. A drafter's round is a chain of a hundred kernel
 (CUDA C++ programming guide, "Programmatic Dependent Launch and Synchronization") a kernel may start early; captured graphs keep it.
 
 Every kernel launched with `dependent_launch` calls `wait_for_inputs` unconditionally, and before that it touches no memory, except
-that it may ask for lines to be brought into the L2 cache (`fetch_ahead`). That is all that correctness takes:
+that it may ask for lines to be brought into the L2 cache (`fetch_ahead`). That is all that correctness takes; `let_next_start` is
+about speed alone:
 
 - The wait returns when the kernel launched before has ended and its writes are visible. That one waited too, or was launched the
   ordinary way, so all kernels before it have ended as well: nothing is read too early, and nothing written that is still read.
 - A fetch into L2 returns no value, and L2 is where a GPU's memory is coherent: a later write changes what was fetched.
 - An ordinary launch after it waits for everything, as ever. Other devices and the interpreter launch the ordinary way.
+
+The next kernel may start once every program has called `let_next_start` or ended. Programs that wait occupy multiprocessors, so a
+program calls it when it has read what it needs: called at the beginning, kernels of several waves got slower by a tenth.
 """
 
 # Triton's functions are typed by what they are called with.
@@ -38,10 +42,15 @@ if triton is not None:
 
     @triton.jit
     def wait_for_inputs(PDL: tl.constexpr):
-        """Let the next kernel start, then wait for the one before. Nothing may touch memory before this."""
+        """Wait for the kernel before. Nothing may touch memory before this."""
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+
+    @triton.jit
+    def let_next_start(PDL: tl.constexpr):
+        """Let the next kernel start: this program is about to write its results."""
         if PDL:
             tl.extra.cuda.gdc_launch_dependents()
-            tl.extra.cuda.gdc_wait()
 
     @triton.jit
     def fetch_ahead(starts, BYTES: tl.constexpr, room):

@@ -19,7 +19,7 @@ try:
     import triton
     import triton.language as tl
 
-    from speculators.kernels.launch import wait_for_inputs
+    from speculators.kernels.launch import let_next_start, wait_for_inputs
 except ImportError:  # no build for this platform: the reference serves it
     triton = None
 
@@ -44,6 +44,7 @@ if triton is not None:
         source = values + slot // slots * row_stride + slot % slots * slot_stride
         x = tl.load(source + columns, mask=columns < vocabulary, other=float("-inf")).to(tl.float32)
         top = tl.max(x, 0)
+        let_next_start(PDL)
         tl.store(largest + slot * TILES + tile, top)
         tl.store(choice + slot * TILES + tile, tl.min(tl.where(x == top, columns, vocabulary - 1), 0))
 
@@ -60,6 +61,7 @@ if triton is not None:
         token = tl.load(choice + slot * TILES + tl.minimum(first, TILES - 1)).to(tl.int64)
         if REDUCED:
             token = tl.load(ids + token)
+        let_next_start(PDL)
         tl.store(token_ids + slot, token)
 
 

@@ -6,8 +6,9 @@ section 3.2; see `speculators.algorithms.heads`):
     z_k(v) = U_k(v) + W2[v] . f_k,    x_k ~ softmax(z_k / T)
 
 drawn as argmax_v z_k(v) / T + g_k(v) with Gumbel noise g; greedy without noise and at T = 1. A step reads W2 and U_k once. It
-writes a few numbers a tile of the vocabulary and never [R, V]: z_k, its softmax and the noise live in registers. Two launches a
-step, one over the tiles and one that picks among them.
+writes a few numbers a program and never [R, V]: z_k, its softmax and the noise live in registers. A step is one launch: each
+program goes over some tiles of the vocabulary, and the one that ends last picks among them all. Where f_k is a row of a table, W1 of
+the vanilla head, programs look it up themselves.
 
 Shortlisted, only the S likeliest tokens of U_k take part, and x_k is drawn from the softmax over these alone. That is another
 distribution, a little worse a proposal, and its own probabilities are what verification must use: then it is as lossless.
@@ -18,6 +19,7 @@ distribution, a little worse a proposal, and its own probabilities are what veri
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -33,16 +35,32 @@ try:
     import triton
     import triton.language as tl
 
-    from speculators.kernels.launch import wait_for_inputs
+    from speculators.kernels.launch import let_next_start, wait_for_inputs
 except ImportError:  # no build for this platform: the reference serves it
     triton = None
 
-__all__ = ["MarkovChain", "MarkovDrafts", "Randomness", "markov_sampling"]
+__all__ = ["MarkovChain", "MarkovDrafts", "Randomness", "TableFactors", "markov_sampling"]
 
 _ROWS = 16  # the fewest rows of a matrix product on tensor cores
+_PROGRAMS = 256  # at most, of a slot and block of rows: the last one looks at what all of them found
 
 # (slot k, tokens before it [R] int64) -> factors f_k [R, rank]; called once a slot, in order.
 Factors = Callable[[int, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class TableFactors:
+    """Factors that depend on the token before alone: f_k = table[x_{k-1}].
+
+    Attributes:
+        table: [verifier vocabulary, rank], contiguous.
+    """
+
+    table: Tensor
+
+    def __call__(self, k: int, previous: Tensor) -> Tensor:
+        """[...] tokens -> [..., rank]."""
+        return F.embedding(previous, self.table)
 
 
 @dataclass(frozen=True)
@@ -95,17 +113,22 @@ class MarkovDrafts:
 
     Attributes:
         token_ids: [R, K] int64, columns of the logits.
-        factors: [R, K, rank], f_k. q_k(v) = exp(z_k(v) / T - log_normaliser) follows from them row by row.
         log_normaliser: [R, K] float32, log sum_v exp(z_k(v) / T), over the shortlist where there is one.
         log_probability: [R, K] float32, log q_k(x_k).
         shortlist: [R, K, S] int64, the columns that took part; None for all.
+        slot_factors: makes `factors`.
     """
 
     token_ids: Tensor
-    factors: Tensor
     log_normaliser: Tensor
     log_probability: Tensor
     shortlist: Tensor | None
+    slot_factors: Callable[[], Tensor]
+
+    @cached_property
+    def factors(self) -> Tensor:
+        """[R, K, rank], f_k. q_k(v) = exp(z_k(v) / T - log_normaliser) follows from them row by row."""
+        return self.slot_factors()
 
 
 # -- the definition ----------------------------------------------------------------------------------------------
@@ -134,7 +157,7 @@ def _reference(chain: MarkovChain, draw: Randomness | None, shortlist: Tensor | 
         steps.append((chosen, factor, normaliser, scores.gather(1, choice)[:, 0] - normaliser))
         previous = chosen if chain.ids is None else chain.ids[chosen]
     token_ids, kept, normalisers, log_probabilities = (torch.stack(parts, dim=1) for parts in zip(*steps, strict=True))
-    return MarkovDrafts(token_ids, kept, normalisers, log_probabilities, shortlist)
+    return MarkovDrafts(token_ids, normalisers, log_probabilities, shortlist, lambda: kept)
 
 
 # -- the kernels -------------------------------------------------------------------------------------------------
@@ -142,16 +165,23 @@ def _reference(chain: MarkovChain, draw: Randomness | None, shortlist: Tensor | 
 if triton is not None:
 
     @triton.jit
-    def _tile_kernel(
+    def _slot_kernel(
         logits,  # [R, K, V]
         bias_head,  # [V, rank]
-        factors,  # [R, rank], this slot's
+        factors,  # [R, rank], this slot's; with TABLE [verifier vocabulary, rank], of all tokens
         columns_of,  # [R, K, S] the shortlist
-        scores,  # [R, TILES] float64: each tile's best, with noise,
-        choice,  # [R, TILES] int32: its column (of the shortlist),
-        chosen,  # [R, TILES] float32: its z / T without noise,
-        largest,  # [R, TILES] float32: the tile's largest z / T
-        sums,  # [R, TILES] float32: and its sum of exponentials around that
+        ids,  # [V] verifier id of each column
+        previous,  # [R], verifier ids: the tokens before this slot,
+        following,  # [R] and before the next one
+        token_ids,  # [R, K]
+        log_normaliser,  # [R, K]
+        log_probability,  # [R, K]
+        scores,  # [R, PROGRAMS] float64: each program's best, with noise,
+        choice,  # [R, PROGRAMS] int32: its column (of the shortlist),
+        chosen,  # [R, PROGRAMS] float32: its z / T without noise,
+        largest,  # [R, PROGRAMS] float32: the program's largest z / T
+        sums,  # [R, PROGRAMS] float32: and its sum of exponentials around that
+        arrived,  # [K, row blocks] int32: programs that have written theirs
         row_numbers,  # [R]
         round_index,
         seed,
@@ -166,94 +196,94 @@ if triton is not None:
         temperature,
         SAMPLED: tl.constexpr,
         SHORTLIST: tl.constexpr,
+        REDUCED: tl.constexpr,
+        TABLE: tl.constexpr,
+        PROGRAMS: tl.constexpr,
+        PROGRAMS_BLOCK: tl.constexpr,
         TILES: tl.constexpr,
         ROWS: tl.constexpr,
         COLUMNS: tl.constexpr,
         RANK: tl.constexpr,
         PDL: tl.constexpr,
     ):
-        """One program a tile of columns and block of rows; with a shortlist, whose columns differ by row, one row a program."""
+        """One program some tiles of columns and block of rows; with a shortlist, whose columns differ by row, one row a program."""
         wait_for_inputs(PDL)
-        tile = tl.program_id(0)
+        program = tl.program_id(0)
         row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-        column = tile * COLUMNS + tl.arange(0, COLUMNS)
+        this_row = tl.program_id(1).to(tl.int64)  # with a shortlist
         r = tl.arange(0, RANK)
-        inside = column < columns
         here = row < rows
-        at = column.to(tl.int64)
-        if SHORTLIST:
-            this_row = tl.program_id(1).to(tl.int64)
-            at = tl.load(columns_of + (this_row * slots + slot) * columns + column, mask=inside, other=0)
-        weights = tl.load(bias_head + at[:, None] * rank + r[None, :], mask=inside[:, None] & (r < rank)[None, :], other=0.0)
-        factor = tl.load(factors + row[:, None] * rank + r[None, :], mask=here[:, None] & (r < rank)[None, :], other=0.0)
-        if SHORTLIST:
-            bias = tl.sum(weights.to(tl.float32) * factor.to(tl.float32), 1)[None, :]
-        else:
-            bias = dot(factor, tl.trans(weights))
-        usable = here[:, None] & inside[None, :]
-        source = logits + row.to(tl.int64)[:, None] * row_stride + slot * slot_stride + at[None, :]
-        z = tl.load(source, mask=usable, other=float("-inf")).to(tl.float32)
-        z = tl.where(usable, (z + bias) / temperature, float("-inf"))
-        top = tl.max(z, 1)
-        finite = tl.maximum(top, -1.0e30)
-        noisy = z.to(tl.float64)
+        source = row
+        if TABLE:
+            source = tl.load(previous + row, mask=here, other=0)
+        factor = tl.load(factors + source[:, None] * rank + r[None, :], mask=here[:, None] & (r < rank)[None, :], other=0.0)
         if SAMPLED:
             number = tl.load(row_numbers + row, mask=here, other=0)
             counter = absorb(absorb(absorb(seed, purpose), number), tl.load(round_index))
-            counter = absorb(absorb(counter, tl.zeros((ROWS,), tl.int64) + slot)[:, None], at[None, :])
-            noisy -= tl.log(-tl.log(as_uniform(counter) + 5.551115123125783e-17))
-        best = tl.max(noisy, 1)
-        pick = tl.min(tl.where(noisy == best[:, None], column[None, :], columns - 1), 1)
-        out = row * TILES + tile
+            counter = absorb(counter, tl.zeros((ROWS,), tl.int64) + slot)[:, None]
+        best = tl.full((ROWS,), float("-inf"), tl.float64)
+        pick = tl.zeros((ROWS,), tl.int32)
+        z_best = tl.full((ROWS,), float("-inf"), tl.float32)
+        top = tl.full((ROWS,), -1.0e30, tl.float32)  # finite, so that exp(-inf - top) is 0 and never NaN
+        total = tl.zeros((ROWS,), tl.float32)
+        for tile in range(TILES):
+            column = (program * TILES + tile) * COLUMNS + tl.arange(0, COLUMNS)
+            inside = column < columns
+            at = column.to(tl.int64)
+            if SHORTLIST:
+                at = tl.load(columns_of + (this_row * slots + slot) * columns + column, mask=inside, other=0)
+            weights = tl.load(bias_head + at[:, None] * rank + r[None, :], mask=inside[:, None] & (r < rank)[None, :], other=0.0)
+            if SHORTLIST:
+                bias = tl.sum(weights.to(tl.float32) * factor.to(tl.float32), 1)[None, :]
+            else:
+                bias = dot(factor, tl.trans(weights))
+            usable = here[:, None] & inside[None, :]
+            place = logits + row.to(tl.int64)[:, None] * row_stride + slot * slot_stride + at[None, :]
+            z = tl.load(place, mask=usable, other=float("-inf")).to(tl.float32)
+            z = tl.where(usable, (z + bias) / temperature, float("-inf"))
+            noisy = z.to(tl.float64)
+            if SAMPLED:
+                noisy -= tl.log(-tl.log(as_uniform(absorb(counter, at[None, :])) + 5.551115123125783e-17))
+            tile_best = tl.max(noisy, 1)
+            tile_pick = tl.min(tl.where(noisy == tile_best[:, None], column[None, :], columns - 1), 1)
+            better = tile_best > best  # of equal ones the first
+            z_best = tl.where(better, tl.max(tl.where(column[None, :] == tile_pick[:, None], z, float("-inf")), 1), z_best)
+            pick = tl.where(better, tile_pick, pick)
+            best = tl.where(better, tile_best, best)
+            higher = tl.maximum(top, tl.max(z, 1))
+            total = total * tl.exp(top - higher) + tl.sum(tl.exp(z - higher[:, None]), 1)
+            top = higher
+        let_next_start(PDL)
+        out = row * PROGRAMS + program
         tl.store(scores + out, best, mask=here)
         tl.store(choice + out, pick, mask=here)
-        tl.store(chosen + out, tl.max(tl.where(column[None, :] == pick[:, None], z, float("-inf")), 1), mask=here)
-        tl.store(largest + out, finite, mask=here)
-        tl.store(sums + out, tl.sum(tl.exp(z - finite[:, None]), 1), mask=here)
-
-    @triton.jit
-    def _pick_kernel(
-        scores,
-        choice,
-        chosen,
-        largest,
-        sums,
-        columns_of,
-        ids,  # [V] verifier id of each column
-        token_ids,  # [R, K]
-        previous,  # [R], verifier ids: the tokens before the next slot
-        log_normaliser,  # [R, K]
-        log_probability,  # [R, K]
-        slot,
-        slots,
-        columns,
-        SHORTLIST: tl.constexpr,
-        REDUCED: tl.constexpr,
-        TILES: tl.constexpr,
-        TILES_BLOCK: tl.constexpr,
-        PDL: tl.constexpr,
-    ):
-        """One program a row: the best of the tiles, the first of equal ones."""
-        wait_for_inputs(PDL)
-        row = tl.program_id(0).to(tl.int64)
-        tile = tl.arange(0, TILES_BLOCK)
-        inside = tile < TILES
-        source = row * TILES + tile
-        score = tl.load(scores + source, mask=inside, other=float("-inf"))
-        best = tl.minimum(tl.min(tl.where(score == tl.max(score, 0), tile, TILES), 0), TILES - 1)
-        column = tl.load(choice + row * TILES + best).to(tl.int64)
-        if SHORTLIST:
-            column = tl.load(columns_of + (row * slots + slot) * columns + column)
-        tops = tl.load(largest + source, mask=inside, other=-1.0e30)
-        top = tl.max(tops, 0)
-        total = tl.sum(tl.load(sums + source, mask=inside, other=0.0) * tl.exp(tops - top), 0)
-        normaliser = top + tl.log(total)
-        tl.store(token_ids + row * slots + slot, column)
-        tl.store(log_normaliser + row * slots + slot, normaliser)
-        tl.store(log_probability + row * slots + slot, tl.load(chosen + row * TILES + best) - normaliser)
-        if REDUCED:
-            column = tl.load(ids + column)
-        tl.store(previous + row, column)
+        tl.store(chosen + out, z_best, mask=here)
+        tl.store(largest + out, top, mask=here)
+        tl.store(sums + out, total, mask=here)
+        tl.debug_barrier()  # what all threads of the program wrote comes before its arrival
+        ticket = tl.atomic_add(arrived + slot * tl.num_programs(1) + tl.program_id(1), 1, sem="acq_rel")
+        if ticket == PROGRAMS - 1:
+            p = tl.arange(0, PROGRAMS_BLOCK)[None, :]
+            there = here[:, None] & (p < PROGRAMS)
+            found = row[:, None] * PROGRAMS + p
+            score = tl.load(scores + found, mask=there, other=float("-inf"), cache_modifier=".cg")
+            winner = tl.min(tl.where(score == tl.max(score, 1)[:, None], p, PROGRAMS - 1), 1)
+            tops = tl.load(largest + found, mask=there, other=-1.0e30, cache_modifier=".cg")
+            highest = tl.max(tops, 1)
+            share = tl.load(sums + found, mask=there, other=0.0, cache_modifier=".cg") * tl.exp(tops - highest[:, None])
+            normaliser = highest + tl.log(tl.where(here, tl.sum(share, 1), 1.0))
+            won = row * PROGRAMS + winner
+            token = tl.load(choice + won, mask=here, other=0, cache_modifier=".cg").to(tl.int64)
+            if SHORTLIST:
+                token = tl.load(columns_of + (this_row * slots + slot) * columns + token, mask=here, other=0)
+            target = row.to(tl.int64) * slots + slot
+            tl.store(token_ids + target, token, mask=here)
+            tl.store(log_normaliser + target, normaliser, mask=here)
+            z = tl.load(chosen + won, mask=here, other=0.0, cache_modifier=".cg")
+            tl.store(log_probability + target, z - normaliser, mask=here)
+            if REDUCED:
+                token = tl.load(ids + token, mask=here, other=0)
+            tl.store(following + row, token, mask=here)
 
 
 def _kernel(chain: MarkovChain, draw: Randomness | None, shortlist: Tensor | None) -> MarkovDrafts:
@@ -264,33 +294,38 @@ def _kernel(chain: MarkovChain, draw: Randomness | None, shortlist: Tensor | Non
     # A tile of W2 fills at most 64 KiB of shared memory.
     rank_block = max(16, triton.next_power_of_2(rank))
     block = max(16, min(128, (1 << 16) // (rank_block * bias_head.element_size()), triton.next_power_of_2(columns)))
-    tiles = triton.cdiv(columns, block)
-    scores = torch.empty(rows, tiles, dtype=torch.float64, device=device)
-    choice = torch.empty(rows, tiles, dtype=torch.int32, device=device)
-    chosen, largest, sums = torch.empty(3, rows, tiles, dtype=torch.float32, device=device)
+    # By the vocabulary alone: sums come out the same alone and in company.
+    tiles = triton.cdiv(triton.cdiv(columns, block), _PROGRAMS)
+    programs = triton.cdiv(columns, block * tiles)
+    row_block = _ROWS if shortlist is None else 1
+    row_blocks = triton.cdiv(rows, row_block)
+    scores = torch.empty(rows, programs, dtype=torch.float64, device=device)
+    choice = torch.empty(rows, programs, dtype=torch.int32, device=device)
+    chosen, largest, sums = torch.empty(3, rows, programs, dtype=torch.float32, device=device)
+    arrived = torch.zeros(slots, row_blocks, dtype=torch.int32, device=device)
     token_ids = torch.empty(rows, slots, dtype=torch.int64, device=device)
     log_normaliser, log_probability = torch.empty(2, rows, slots, dtype=torch.float32, device=device)
-    row_block = _ROWS if shortlist is None else 1
     row_numbers, round_index, seed = (anchor, anchor, 0) if draw is None else (draw.rows, draw.round_index, seed_argument(draw.seed))
-    previous, kept = anchor, []
+    table = chain.factors.table if isinstance(chain.factors, TableFactors) else None
+    before, kept = [anchor], []
     with torch.cuda.device_of(logits):
         for k in range(slots):
-            kept.append(chain.factors(k, previous).contiguous())
-            following = torch.empty_like(anchor)  # `factors` may have kept the tokens it was given
-            _tile_kernel[(tiles, triton.cdiv(rows, row_block))](
-                logits, bias_head, kept[-1], shortlist, scores, choice, chosen, largest, sums, row_numbers, round_index, seed,
-                int(Purpose.DRAFT), rows, k, slots, columns, logits.stride(0), logits.stride(1), rank,
-                1.0 if draw is None else draw.temperature,
-                SAMPLED=draw is not None, SHORTLIST=shortlist is not None, TILES=tiles, ROWS=row_block, COLUMNS=block, RANK=rank_block,
-                num_warps=4, **dependent_launch(logits),
+            factors = chain.factors(k, before[-1]).contiguous() if table is None else table
+            kept.append(factors)
+            before.append(torch.empty_like(anchor))
+            _slot_kernel[(programs, row_blocks)](
+                logits, bias_head, factors, shortlist, ids, before[-2], before[-1], token_ids, log_normaliser, log_probability,
+                scores, choice, chosen, largest, sums, arrived, row_numbers, round_index, seed, int(Purpose.DRAFT),
+                rows, k, slots, columns, logits.stride(0), logits.stride(1), rank, 1.0 if draw is None else draw.temperature,
+                SAMPLED=draw is not None, SHORTLIST=shortlist is not None, REDUCED=ids is not None, TABLE=table is not None,
+                PROGRAMS=programs, PROGRAMS_BLOCK=triton.next_power_of_2(programs), TILES=tiles, ROWS=row_block, COLUMNS=block,
+                RANK=rank_block, num_warps=4, **dependent_launch(logits),
             )  # fmt: skip
-            _pick_kernel[(rows,)](
-                scores, choice, chosen, largest, sums, shortlist, ids, token_ids, following, log_normaliser, log_probability, k, slots,
-                columns, SHORTLIST=shortlist is not None, REDUCED=ids is not None, TILES=tiles, TILES_BLOCK=triton.next_power_of_2(tiles),
-                num_warps=4, **dependent_launch(logits),
-            )  # fmt: skip
-            previous = following
-    return MarkovDrafts(token_ids, torch.stack(kept, dim=1), log_normaliser, log_probability, shortlist)
+
+    def slot_factors() -> Tensor:
+        return torch.stack(kept if table is None else [chain.factors(k, token) for k, token in enumerate(before[:-1])], dim=1)
+
+    return MarkovDrafts(token_ids, log_normaliser, log_probability, shortlist, slot_factors)
 
 
 # -- the public function -----------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
-"""Residual addition and the RMS norm that reads its sum, in one launch instead of two, and a drafter's two input norms in one.
+"""RMS norms of decoding steps: alone, with the residual addition whose sum it reads, and a drafter's two input norms in one launch.
 
+    rms_norm        n = x / sqrt(mean(x^2) + epsilon) * g
     add_rms_norm    y = x + u,    n = y / sqrt(mean(y^2) + epsilon) * g
     joined_norms    [norm_e(e) ; norm_h(h)], the input of EAGLE-3's first layer (arXiv 2503.01840)
 
@@ -21,11 +22,11 @@ try:
     import triton
     import triton.language as tl
 
-    from speculators.kernels.launch import wait_for_inputs
+    from speculators.kernels.launch import let_next_start, wait_for_inputs
 except ImportError:  # no build for this platform: the reference serves it
     triton = None
 
-__all__ = ["add_rms_norm", "joined_norms"]
+__all__ = ["add_rms_norm", "joined_norms", "rms_norm"]
 
 Implementation = Literal["auto", "reference", "triton"]
 
@@ -47,9 +48,22 @@ if triton is not None:
         inside = column < size
         y = tl.load(x + token * x_stride + column, mask=inside, other=0.0).to(tl.float32)
         y += tl.load(update + token * update_stride + column, mask=inside, other=0.0).to(tl.float32)
+        let_next_start(PDL)
         rounded = y.to(total.dtype.element_ty)
         tl.store(total + token * size + column, rounded, mask=inside)
         out = _normed(rounded.to(tl.float32), weight, column, inside, size, epsilon)
+        tl.store(normed + token * size + column, out.to(normed.dtype.element_ty), mask=inside)
+
+    @triton.jit
+    def _rms_norm_kernel(x, weight, normed, x_stride, size, epsilon, BLOCK: tl.constexpr, PDL: tl.constexpr):
+        """One program a token."""
+        wait_for_inputs(PDL)
+        token = tl.program_id(0).to(tl.int64)
+        column = tl.arange(0, BLOCK)
+        inside = column < size
+        y = tl.load(x + token * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+        let_next_start(PDL)
+        out = _normed(y, weight, column, inside, size, epsilon)
         tl.store(normed + token * size + column, out.to(normed.dtype.element_ty), mask=inside)
 
     @triton.jit
@@ -91,6 +105,29 @@ def _launch_options(size: int) -> dict[str, int]:
 
 def _norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], weight.to(x.dtype), epsilon)
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float, *, implementation: Implementation = "auto") -> Tensor:
+    """The norm alone: in a decoding step a kernel that is tuned for many tokens takes half as long again.
+
+    Args:
+        x: [..., size], any strides but that of the last axis.
+        weight: [size].
+        epsilon: of the norm.
+        implementation: as in `add_rms_norm`.
+
+    Returns:
+        [..., size] in the dtype of x.
+    """
+    if not _use_kernel(implementation, x):
+        return _norm(x, weight, epsilon)
+    rows, size = _tokens(x), x.shape[-1]
+    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    with torch.cuda.device_of(x):
+        _rms_norm_kernel[(len(rows),)](
+            rows, weight, normed, rows.stride(0), size, epsilon, **_launch_options(size), **dependent_launch(x)
+        )  # fmt: skip
+    return normed
 
 
 def add_rms_norm(

@@ -1,6 +1,6 @@
 """Linear maps of a handful of tokens: the weights go past once, at the speed of memory, and little else costs anything.
 
-    skinny_linear          y = x W^T
+    skinny_linear          y = x W^T, or y += x W^T
     skinny_gated_linear    y = silu(x G^T) * (x U^T), G and U lying together: SwiGLU's gate without a launch of its own
 
 A program streams all columns of a few rows of W through a pipeline of tiles and multiplies them with all tokens at once. Sums run
@@ -14,6 +14,7 @@ Only where a benchmark (`benchmarks/products.py`) found it faster than cuBLAS do
 # Triton's kernels are typed by what they are launched with.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
+import sys
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,7 +30,7 @@ try:
     import triton
     import triton.language as tl
 
-    from speculators.kernels.launch import fetch_ahead, wait_for_inputs
+    from speculators.kernels.launch import fetch_ahead, let_next_start, wait_for_inputs
 except ImportError:  # no build for this platform: the reference serves it
     triton = None
 
@@ -42,22 +43,31 @@ MAX_TOKENS = 16  # of one reading of the weights: columns of a matrix product on
 
 @dataclass(frozen=True)
 class Range:
-    """Products that the kernel is faster for: x of so many tokens, inclusive, and a W of at least so many columns and bytes."""
+    """Products that the kernel is faster for: x of so many tokens, inclusive, and a W of such a shape and so many bytes."""
 
     least_tokens: int
     most_tokens: int
     least_columns: int
     least_bytes: int
+    most_rows: int = sys.maxsize
 
     def holds(self, tokens: int, weight: Tensor) -> bool:
         """Whether it contains the product of so many tokens with [rows, columns]."""
-        size = weight.numel() * weight.element_size()
-        return self.least_tokens <= tokens <= self.most_tokens and weight.shape[-1] >= self.least_columns and size >= self.least_bytes
+        (rows, columns), size = weight.shape, weight.numel() * weight.element_size()
+        shape = rows <= self.most_rows and columns >= self.least_columns and size >= self.least_bytes
+        return self.least_tokens <= tokens <= self.most_tokens and shape
 
 
-# By compute capability, what was measured: benchmarks/results/products_h200.md. At 8 and 16 tokens 1.05 to 1.11 times cuBLAS on the
-# smaller half of a Qwen3-8B drafter's products and 0.99 to 1.00 times on the others; at 1 token behind on all but one.
-FASTER = {(9, 0): Range(least_tokens=5, most_tokens=MAX_TOKENS, least_columns=4096, least_bytes=1 << 23)}
+# By compute capability, what was measured: benchmarks/results/products_h200.md. At 8 tokens 1.05 to 1.10 times cuBLAS on the smaller
+# half of a Qwen3-8B drafter's products and 0.99 to 1.00 times on the others; at 1 token 1.06 to 1.10 times where the rows are few or
+# long, and behind elsewhere.
+FASTER = {
+    (9, 0): (
+        Range(least_tokens=5, most_tokens=MAX_TOKENS, least_columns=4096, least_bytes=1 << 23),
+        Range(least_tokens=1, most_tokens=4, least_columns=4096, least_bytes=1 << 23, most_rows=4096),
+        Range(least_tokens=1, most_tokens=4, least_columns=8192, least_bytes=1 << 23),
+    )
+}
 
 
 @dataclass(frozen=True)
@@ -74,9 +84,13 @@ class Tiles:
     ahead: int = 2048
 
     @classmethod
-    def of(cls, dtype: torch.dtype) -> "Tiles":
-        """512 bytes of a row, one after the other: what is on its way fills as much shared memory in any dtype."""
-        return cls(columns=512 // dtype.itemsize)
+    def of(cls, weight: Tensor) -> "Tiles":
+        """512 bytes of a row, one after the other: what is on its way fills as much shared memory in any dtype.
+
+        Few rows are split among twice as many programs, the fewest rows of a product on tensor cores each: what a
+        multiprocessor can read in a microsecond is little.
+        """
+        return cls(rows=32 if len(weight) >= 4096 else 16, columns=512 // weight.element_size())
 
 
 if triton is not None:
@@ -96,6 +110,7 @@ if triton is not None:
         COLUMNS: tl.constexpr,
         EVEN: tl.constexpr,
         GATED: tl.constexpr,
+        ADD: tl.constexpr,
         AHEAD: tl.constexpr,
         PDL: tl.constexpr,
     ):
@@ -131,29 +146,33 @@ if triton is not None:
                     inside = at + column < columns
                     tile = tl.load(other_weight + place + at, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
                 second += dot(tile, values)
+        let_next_start(PDL)
         if GATED:
             # Rounded where two operations would round.
             kind = out.dtype.element_ty
             gate = total.to(kind).to(tl.float32)
             total = (gate * tl.sigmoid(gate)).to(kind).to(tl.float32) * second.to(kind).to(tl.float32)
         target = out + token[None, :].to(tl.int64) * rows + row[:, None]
-        tl.store(target, total.to(out.dtype.element_ty), mask=here[:, None] & (token[None, :] < tokens))
+        written = here[:, None] & (token[None, :] < tokens)
+        if ADD:
+            total += tl.load(target, mask=written, other=0.0).to(tl.float32)
+        tl.store(target, total.to(out.dtype.element_ty), mask=written)
 
 
-def _kernel(x: Tensor, weight: Tensor, gated: bool, tiles: Tiles | None) -> Tensor:
+def _kernel(x: Tensor, weight: Tensor, gated: bool, tiles: Tiles | None, onto: Tensor | None = None) -> Tensor:
     flat = x.reshape(-1, x.shape[-1])
     flat = flat if flat.stride(1) == 1 else flat.contiguous()
     tokens, columns = flat.shape
     rows = len(weight) // 2 if gated else len(weight)
-    out = torch.empty(*x.shape[:-1], rows, dtype=x.dtype, device=x.device)
-    tiles = Tiles.of(weight.dtype) if tiles is None else tiles
+    out = torch.empty(*x.shape[:-1], rows, dtype=x.dtype, device=x.device) if onto is None else onto.view(-1, rows)
+    tiles = Tiles.of(weight) if tiles is None else tiles
     with torch.cuda.device_of(x):
         _skinny_linear_kernel[(triton.cdiv(rows, tiles.rows), triton.cdiv(tokens, MAX_TOKENS))](
             flat, weight, weight[rows:] if gated else weight, out, tokens, rows, columns, flat.stride(0),
             TOKENS=MAX_TOKENS, ROWS=tiles.rows, COLUMNS=tiles.columns, EVEN=columns % tiles.columns == 0, GATED=gated,
-            AHEAD=tiles.ahead, num_warps=tiles.warps, num_stages=tiles.stages, **dependent_launch(x),
+            ADD=onto is not None, AHEAD=tiles.ahead, num_warps=tiles.warps, num_stages=tiles.stages, **dependent_launch(x),
         )  # fmt: skip
-    return out
+    return out if onto is None else onto
 
 
 def _use_kernel(implementation: Implementation, x: Tensor, weight: Tensor) -> bool:
@@ -163,12 +182,18 @@ def _use_kernel(implementation: Implementation, x: Tensor, weight: Tensor) -> bo
         return False
     if x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype:
         return False
-    measured = FASTER.get(torch.cuda.get_device_capability(x.device))
-    return measured is not None and measured.holds(x.numel() // x.shape[-1], weight)
+    measured = FASTER.get(torch.cuda.get_device_capability(x.device), ())
+    return any(range_.holds(x.numel() // x.shape[-1], weight) for range_ in measured)
 
 
 def skinny_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, implementation: Implementation = "auto", tiles: Tiles | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    onto: Tensor | None = None,
+    implementation: Implementation = "auto",
+    tiles: Tiles | None = None,
 ) -> Tensor:
     """x W^T + b, `torch.nn.functional.linear`.
 
@@ -176,16 +201,24 @@ def skinny_linear(
         x: [..., in].
         weight: [out, in], for the kernel contiguous.
         bias: [out] or None.
+        onto: [..., out] contiguous, to which the product is added in place: the product's accumulator begins with it, which costs
+            no launch and one rounding less than a sum. No gradient.
         implementation: "auto" takes the kernel for the 16-bit products of `FASTER` where no gradient is recorded.
         tiles: of the kernel, `Tiles.of` when None.
 
     Returns:
-        [..., out].
+        [..., out]; `onto` where it is given.
     """
-    if not _use_kernel(implementation, x, weight):
+    if _use_kernel(implementation, x, weight):
+        out = _kernel(x, weight, False, tiles, onto)
+    elif onto is None:
         return F.linear(x, weight, bias)
-    out = _kernel(x, weight, False, tiles)
-    return out if bias is None else out + bias
+    else:
+        onto.view(-1, len(weight)).addmm_(x.reshape(-1, x.shape[-1]), weight.t())
+        out = onto
+    if bias is None:
+        return out
+    return out + bias if onto is None else out.add_(bias)
 
 
 def skinny_gated_linear(

@@ -20,7 +20,7 @@ from speculators.kernels.attention_heads import CacheSlots, attention_heads
 from speculators.kernels.block_attention import attention
 from speculators.kernels.gated_halves import gated_halves
 from speculators.kernels.joined_projections import joined, lay_together
-from speculators.kernels.residual_norm import add_rms_norm
+from speculators.kernels.residual_norm import add_rms_norm, rms_norm
 from speculators.kernels.skinny_linear import skinny_gated_linear, skinny_linear
 
 __all__ = ["fuse_final_norm", "fuse_layers"]
@@ -76,7 +76,7 @@ class FusedNorm:
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         """[..., size] -> [..., size]."""
-        return nn.functional.rms_norm(hidden_states, hidden_states.shape[-1:], self.weight.to(hidden_states.dtype), _epsilon(self))
+        return rms_norm(hidden_states, self.weight, _epsilon(self))
 
 
 class FusedSteps:
@@ -99,7 +99,7 @@ def _step(layer: Any, x: Tensor, embeddings: tuple[Tensor, Tensor], cache: Any) 
     own, mlp, first, second = layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm
     memory: Any = cache.layers[own.layer_idx]
     cosine, sine = (table[:, :, None] for table in embeddings)
-    normed = nn.functional.rms_norm(x, x.shape[-1:], first.weight, _epsilon(first))
+    normed = rms_norm(x, first.weight, _epsilon(first))
     heads = _product(normed, own.q_proj, own.k_proj, own.v_proj).unflatten(-1, (-1, own.head_dim))
     norms = (own.q_norm, own.k_norm) if hasattr(own, "q_norm") else None
     query, _, _ = attention_heads(
@@ -114,12 +114,10 @@ def _step(layer: Any, x: Tensor, embeddings: tuple[Tensor, Tensor], cache: Any) 
     )
     keys, values = memory.keys[:, : cache.read_length], memory.values[:, : cache.read_length]
     attended = attention(query, None, None, keys, values, cache.visible(), scale=own.scaling)
-    x, normed = add_rms_norm(x, own.o_proj(attended.flatten(-2)), second.weight, _epsilon(second))
+    x, normed = add_rms_norm(x, skinny_linear(attended.flatten(-2), own.o_proj.weight, own.o_proj.bias), second.weight, _epsilon(second))
     weights = joined((mlp.gate_proj, mlp.up_proj))
     gated = gated_halves(_product(normed, mlp.gate_proj, mlp.up_proj)) if weights is None else skinny_gated_linear(normed, *weights)
-    # The residual stream is the product's accumulator: no launch, and one rounding less, for the sum.
-    x.view(-1, x.shape[-1]).addmm_(gated.flatten(0, -2), mlp.down_proj.weight.t())
-    return x if mlp.down_proj.bias is None else x.add_(mlp.down_proj.bias)
+    return skinny_linear(gated, mlp.down_proj.weight, mlp.down_proj.bias, onto=x)
 
 
 def _product(x: Tensor, *projections: nn.Linear) -> Tensor:

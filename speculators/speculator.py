@@ -72,7 +72,9 @@ class VerifierWeights:
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Embed tokens as the verifier does. [...] int64 -> [..., hidden]."""
-        embedded = nn.functional.embedding(token_ids, self.embedding)
+        # On CUDA `embedding` reads the rows of a few tokens one after the other, and an index all at once.
+        few = token_ids.is_cuda and not torch.is_grad_enabled()
+        embedded = self.embedding[token_ids] if few else nn.functional.embedding(token_ids, self.embedding)
         return embedded if self.embedding_scale == 1.0 else embedded * self.embedding_scale
 
 

@@ -25,8 +25,8 @@ from speculators.kernels.greedy_verification import greedy_verification
 from speculators.kernels.head_rotation import rotate_heads
 from speculators.kernels.kv_injection import InjectionWeights, kv_injection
 from speculators.kernels.likeliest_tokens import likeliest_tokens
-from speculators.kernels.markov_sampling import MarkovChain, markov_sampling
-from speculators.kernels.residual_norm import add_rms_norm, joined_norms
+from speculators.kernels.markov_sampling import MarkovChain, TableFactors, markov_sampling
+from speculators.kernels.residual_norm import add_rms_norm, joined_norms, rms_norm
 from speculators.kernels.skinny_linear import skinny_gated_linear, skinny_linear
 from speculators.kernels.visible_keys import VisibleKeys
 
@@ -52,18 +52,21 @@ def products(dtype: torch.dtype) -> None:
     weight = torch.zeros(64, 1024, dtype=dtype)
     for function in (skinny_linear, skinny_gated_linear):
         function(x, weight, **CHOICE)
+    skinny_linear(x, weight, onto=torch.zeros(16, 64, dtype=dtype), **CHOICE)
     query, block, context = (torch.zeros(shape, dtype=dtype) for shape in ((1, 16, 16, 256), (1, 16, 4, 256), (1, 4096, 4, 256)))
     ranges = [torch.zeros(1, 16, dtype=torch.int32)] * 4
     draft_attention(query, block, block, context, context, VisibleKeys(*ranges, 0, None), scale=1.0, **CHOICE)
-    logits, factors = torch.zeros(1, 1, 32000, dtype=dtype), torch.zeros(1, 256, dtype=dtype)
+    logits, table = torch.zeros(1, 1, 32000, dtype=dtype), torch.zeros(32000, 256, dtype=dtype)
     ids, anchor = torch.arange(32000), torch.zeros(1, dtype=torch.int64)
-    markov_sampling(MarkovChain(logits, torch.zeros(32000, 256, dtype=dtype), anchor, lambda *_: factors, ids), **CHOICE)
+    for factors in (TableFactors(table), lambda *_: table[:1]):
+        markov_sampling(MarkovChain(logits, table, anchor, factors, ids), **CHOICE)
 
 
 def others() -> None:
     """Of the kernels without products, at the shape of a Qwen3-8B drafter."""
     dtype = torch.bfloat16
     x, weight, head = torch.zeros(1, 4096, dtype=dtype), torch.zeros(4096, dtype=dtype), torch.zeros(128, dtype=dtype)
+    rms_norm(x, weight, 1e-6, **CHOICE)
     add_rms_norm(x, x, weight, 1e-6, **CHOICE)
     joined_norms(x, x, weight, weight, 1e-6, 1e-6, **CHOICE)
     gated_halves(torch.zeros(1, 24576, dtype=dtype), **CHOICE)

@@ -32,8 +32,9 @@ def test_kernels_fit_in_shared_memory_and_touch_nothing_before_they_wait(part: s
         assert ("prefetch.global.L2" in before) == (kernel["kernel"] == "_skinny_linear_kernel")
 
 
-WITH_PRODUCTS = {"_skinny_linear_kernel", "_chunk_kernel", "_sum_kernel", "_tile_kernel", "_pick_kernel"}
+WITH_PRODUCTS = {"_skinny_linear_kernel", "_chunk_kernel", "_sum_kernel", "_slot_kernel"}
 OTHERS = {
+    "_rms_norm_kernel",
     "_add_rms_norm_kernel",
     "_joined_norms_kernel",
     "_gated_halves_kernel",

@@ -19,7 +19,7 @@ from speculators.kernels.attention_heads import CacheSlots, attention_heads
 from speculators.kernels.gated_halves import gated_halves
 from speculators.kernels.joined_projections import joined
 from speculators.kernels.likeliest_tokens import likeliest_tokens
-from speculators.kernels.residual_norm import add_rms_norm, joined_norms
+from speculators.kernels.residual_norm import add_rms_norm, joined_norms, rms_norm
 from speculators.kernels.skinny_linear import Range, skinny_gated_linear, skinny_linear
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -50,6 +50,7 @@ def test_norms_equal_the_closed_form_also_of_strided_rows(size: int, dtype: torc
 
     torch.testing.assert_close(normed, closed_form(total, weight), **close)
     for implementation in ("triton", "reference"):
+        torch.testing.assert_close(rms_norm(x, weight, 1e-5, implementation=implementation), closed_form(x, weight), **close)
         both = joined_norms(update, x, weight, other, 1e-5, 1e-5, implementation=implementation)
         torch.testing.assert_close(both, torch.cat([closed_form(update, weight), closed_form(x, other)], dim=-1), **close)
 
@@ -78,6 +79,15 @@ def test_products_of_few_tokens_equal_float64(tokens: int, rows: int, columns: i
     gated = (gate * gate.sigmoid() * up).to(dtype)
     for implementation in ("triton", "reference"):
         torch.testing.assert_close(skinny_gated_linear(x, weight, implementation=implementation), gated, **close)
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+def test_a_product_is_added_to_what_is_there(implementation: Any) -> None:
+    x, weight, bias, onto = random(2, 3, 300), random(40, 300, seed=1), random(40, seed=2), random(2, 3, 40, seed=3)
+    expected = (onto.double() + x.double() @ weight.double().t() + bias.double()).float()
+    out = skinny_linear(x, weight, bias, onto=onto, implementation=implementation)
+    assert out is onto
+    torch.testing.assert_close(onto, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter's products are those of a BLAS, which sums as it likes")
@@ -123,6 +133,7 @@ def test_the_range_of_the_skinny_product_holds_its_ends_and_nothing_outside() ->
     measured, weight = Range(least_tokens=5, most_tokens=16, least_columns=64, least_bytes=64 * 64 * 2), torch.zeros(64, 64).bfloat16()
     assert [tokens for tokens in range(1, 40) if measured.holds(tokens, weight)] == list(range(5, 17))
     assert not measured.holds(8, weight[1:]) and not measured.holds(8, weight.view(128, 32))
+    assert replace(measured, most_rows=64).holds(8, weight) and not replace(measured, most_rows=63).holds(8, weight)
 
 
 @pytest.mark.parametrize("normalise", [False, True])
