@@ -94,7 +94,6 @@ class MarkovHead(nn.Module):
             hidden: [rows, K, hidden].
             state: [rows, rank], what the first slot's step starts from.
         """
-
         if self.kind == "vanilla":
             return TableFactors(self.markov_w1.weight)
 
