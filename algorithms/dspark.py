@@ -225,7 +225,7 @@ class DSpark(DFlash):
             ids = None if self.draft_vocabulary is None else self.draft_vocabulary.ids
             chain = MarkovChain(logits, head.markov_w2.weight, anchor, head.chain(hidden, self.first_state(head, anchor, block[:, 0])), ids)
             token_ids = sampler.draw_chain(chain, self.to_verifier_vocabulary)
-        if self.confidence_head is None:
+        if self.confidence_head is None or not sampler.wants_confidence:
             return sampler.proposal()
         previous = torch.cat([anchor[:, None], token_ids[:, :-1]], dim=1)
         return sampler.proposal(self.confidence_logits(hidden, previous).float().sigmoid())

@@ -78,6 +78,7 @@ class TeacherForcing:
     """A draft sampler that "draws" given tokens and records the logits it was offered."""
 
     enough = False
+    wants_confidence = True
 
     def __init__(self, tokens: Tensor) -> None:
         self.tokens = tokens  # [rows, K]

@@ -109,6 +109,11 @@ class DraftSampler(Protocol):
         """
         ...
 
+    @property
+    def wants_confidence(self) -> bool:
+        """Whether the round reads confidences; an algorithm with an estimate of its own need not compute it otherwise."""
+        ...
+
     def draw(self, logits: Tensor, vocabulary: DraftVocabulary | None = None) -> Tensor:
         """Draw the next draft token of every row.
 

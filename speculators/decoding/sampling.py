@@ -200,6 +200,11 @@ class RoundSampler:
         confidence = torch.cat(self._confidence, dim=1)
         return not bool((self._keep(confidence) == confidence.shape[1]).any())
 
+    @property
+    def wants_confidence(self) -> bool:
+        """See `DraftSampler.wants_confidence`."""
+        return self._estimate_confidence
+
     def draw(self, logits: Tensor, vocabulary: DraftVocabulary | None = None) -> Tensor:
         """Draw the next draft token of every row: [rows, vocabulary] -> [rows] int64."""
         return self._draw(logits[:, None], vocabulary)[:, 0]
@@ -237,7 +242,7 @@ class RoundSampler:
         """
         if not self._token_ids:
             raise ConfigError("sampler.proposal() has nothing to propose: call draw() or draw_block() first, or use point_mass()")
-        token_ids = torch.cat(self._token_ids, dim=1)
+        token_ids = self._token_ids[0] if len(self._token_ids) == 1 else torch.cat(self._token_ids, dim=1)
         lengths = token_ids.new_full((token_ids.shape[0],), token_ids.shape[1])
         kept = self._probabilities
         stacked = None if not kept else kept[0] if len(kept) == 1 else torch.cat(kept, dim=1)
