@@ -7,7 +7,8 @@ row's block keys; with m and l the running maximum and sum of its scores s = sca
     partial[c] = sum_j exp(s_j - m_c) v_j,    l_c = sum_j exp(s_j - m_c)
 
 and a second launch adds the chunks up: out = sum_c exp(m_c - M) partial[c] / sum_c exp(m_c - M) l_c, M = max m_c. Chunks beyond a
-row's length are not read, so a cache may be handed over whole.
+row's length are not read, so a cache may be handed over whole. A short context is one chunk, which goes on over the block keys and
+is all there is: reading it in parts would save less than the second launch costs.
 """
 
 # Triton's kernels are typed by what they are launched with.
@@ -34,6 +35,7 @@ __all__ = ["draft_attention"]
 
 _CHUNK = 128  # context keys of a program: at 2,048 keys and 8 key heads, one program for every multiprocessor
 _CHUNKS = 64  # at most; a longer context has longer chunks
+_WHOLE = 512  # a context of at most so many keys is not split
 _KEYS = 64  # of one step of it, at most,
 _STEP_BYTES = 1 << 14  # whose keys fill at most so much: shared memory holds two steps of keys and values, whatever their size
 _QUERIES = 64  # queries of a program, those of all heads of a key head together
@@ -86,6 +88,7 @@ if triton is not None:
     def _chunk_kernel(
         query, block_key, block_value, context_key, context_value,
         context_start, context_end, block_start, block_end,  # [R, Q] int32
+        out,  # [R, Q, Hk * G, D]
         partial,  # [R, Hk, splits, G * Q, D] float32
         largest_out,  # [R, Hk, splits, G * Q] float32
         total_out,
@@ -93,9 +96,9 @@ if triton is not None:
         query_row, query_stride, query_head, block_key_row, block_key_stride, block_key_head, block_value_row, block_value_stride,
         block_value_head, context_key_row, context_key_stride, context_key_head, context_value_row, context_value_stride,
         context_value_head,
-        CHUNK: tl.constexpr, KEYS: tl.constexpr, QUERIES: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr,
+        CHUNK: tl.constexpr, KEYS: tl.constexpr, QUERIES: tl.constexpr, SIZE: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
     ):  # fmt: skip
-        """One program a row, key head, chunk and block of queries; the last chunk is the row's block keys."""
+        """One program a row, key head, chunk and block of queries; the last chunk is the row's block keys, or with the only one."""
         wait_for_inputs(PDL)
         row = (tl.program_id(0) // splits).to(tl.int64)
         split = tl.program_id(0) % splits
@@ -110,14 +113,7 @@ if triton is not None:
         largest = tl.full((QUERIES,), -1.0e30, tl.float32)  # finite, so that exp(-inf - largest) is 0 and never NaN
         total = tl.zeros((QUERIES,), tl.float32)
         acc = tl.zeros((QUERIES, SIZE), tl.float32)
-        if split == splits - 1:
-            start = tl.load(block_start + row * queries + q_at, mask=here, other=0)
-            end = tl.load(block_end + row * queries + q_at, mask=here, other=0)
-            largest, total, acc = _attend(
-                q, block_key + row * block_key_row + head * block_key_head, block_value + row * block_value_row + head * block_value_head,
-                block_key_stride, block_value_stride, 0, block_keys, start, end, scale, largest, total, acc, size, KEYS, SIZE,
-            )  # fmt: skip
-        else:
+        if not SPLIT or split < splits - 1:
             start = tl.load(context_start + row * queries + q_at, mask=here, other=0)
             end = tl.load(context_end + row * queries + q_at, mask=here, other=0)
             first = tl.maximum(split * CHUNK, tl.min(tl.where(here & (end > start), start, context_keys), 0) // KEYS * KEYS)
@@ -127,12 +123,24 @@ if triton is not None:
                 context_value + row * context_value_row + head * context_value_head,
                 context_key_stride, context_value_stride, first, last, start, end, scale, largest, total, acc, size, KEYS, SIZE,
             )  # fmt: skip
+        if not SPLIT or split == splits - 1:
+            start = tl.load(block_start + row * queries + q_at, mask=here, other=0)
+            end = tl.load(block_end + row * queries + q_at, mask=here, other=0)
+            largest, total, acc = _attend(
+                q, block_key + row * block_key_row + head * block_key_head, block_value + row * block_value_row + head * block_value_head,
+                block_key_stride, block_value_stride, 0, block_keys, start, end, scale, largest, total, acc, size, KEYS, SIZE,
+            )  # fmt: skip
         let_next_start(PDL)
-        out = ((row * heads + head) * splits + split) * (groups * queries) + index
-        tl.store(largest_out + out, largest, mask=here)
-        tl.store(total_out + out, total, mask=here)
-        # A chunk of which a query saw nothing leaves no sum: most chunks of short rows in a long cache.
-        tl.store(partial + out[:, None] * size + d[None, :], acc, mask=(here & (total > 0))[:, None] & (d < size)[None, :])
+        if SPLIT:
+            place = ((row * heads + head) * splits + split) * (groups * queries) + index
+            tl.store(largest_out + place, largest, mask=here)
+            tl.store(total_out + place, total, mask=here)
+            # A chunk of which a query saw nothing leaves no sum: most chunks of short rows in a long cache.
+            tl.store(partial + place[:, None] * size + d[None, :], acc, mask=(here & (total > 0))[:, None] & (d < size)[None, :])
+        else:
+            place = (row * queries + q_at) * (heads * groups) + head * groups + index // queries
+            result = (acc / tl.maximum(total, 1.0e-30)[:, None]).to(out.dtype.element_ty)
+            tl.store(out + place[:, None] * size + d[None, :], result, mask=here[:, None] & (d < size)[None, :])
 
     @triton.jit
     def _sum_kernel(
@@ -173,23 +181,28 @@ def _kernel(
     heads, context_keys = context_key.shape[2], context_key.shape[1]
     groups = query_heads // heads
     # By what the cache holds at most, never by rows or queries: sums come out the same alone and in company.
-    chunk = max(_CHUNK, triton.next_power_of_2(triton.cdiv(context_keys, _CHUNKS)))
-    splits = triton.cdiv(context_keys, chunk) + 1
+    split = context_keys > _WHOLE
+    chunk = max(_CHUNK if split else _WHOLE, triton.next_power_of_2(triton.cdiv(context_keys, _CHUNKS)))
+    splits = triton.cdiv(context_keys, chunk) + 1 if split else 1
     size_block = max(16, triton.next_power_of_2(size))
     keys = max(16, min(_KEYS, _STEP_BYTES // (size_block * query.element_size())))
     block = min(_QUERIES, max(16, triton.next_power_of_2(groups * queries)))
-    partial = torch.empty(rows, heads, splits, groups * queries, size, dtype=torch.float32, device=query.device)
-    largest, total = torch.empty(2, rows, heads, splits, groups * queries, dtype=torch.float32, device=query.device)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    partial = largest = total = out
+    if split:
+        partial = torch.empty(rows, heads, splits, groups * queries, size, dtype=torch.float32, device=query.device)
+        largest, total = torch.empty(2, rows, heads, splits, groups * queries, dtype=torch.float32, device=query.device)
     strides = [x.stride(axis) for x in (query, block_key, block_value, context_key, context_value) for axis in (0, 1, 2)]
     with torch.cuda.device_of(query):
         _chunk_kernel[(rows * splits, heads, triton.cdiv(groups * queries, block))](
             query, block_key, block_value, context_key, context_value,
-            visible.context_start, visible.context_end, visible.block_start, visible.block_end, partial, largest, total,
+            visible.context_start, visible.context_end, visible.block_start, visible.block_end, out, partial, largest, total,
             queries, groups, context_keys, block_key.shape[1], size, scale, splits, *strides,
-            CHUNK=chunk, KEYS=keys, QUERIES=block, SIZE=size_block, num_warps=4, num_stages=2,
+            CHUNK=chunk, KEYS=keys, QUERIES=block, SIZE=size_block, SPLIT=split, num_warps=4, num_stages=2,
             **dependent_launch(query),
         )  # fmt: skip
+        if not split:
+            return out
         _sum_kernel[(rows * queries * query_heads,)](
             partial, largest, total, out, queries, groups, heads, size, splits,
             SPLITS=triton.next_power_of_2(splits), SIZE=size_block, num_warps=2, **dependent_launch(query),

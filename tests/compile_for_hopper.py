@@ -55,7 +55,8 @@ def products(dtype: torch.dtype) -> None:
     skinny_linear(x, weight, onto=torch.zeros(16, 64, dtype=dtype), **CHOICE)
     query, block, context = (torch.zeros(shape, dtype=dtype) for shape in ((1, 16, 16, 256), (1, 16, 4, 256), (1, 4096, 4, 256)))
     ranges = [torch.zeros(1, 16, dtype=torch.int32)] * 4
-    draft_attention(query, block, block, context, context, VisibleKeys(*ranges, 0, None), scale=1.0, **CHOICE)
+    for keys in (context, context[:, :512]):
+        draft_attention(query, block, block, keys, keys, VisibleKeys(*ranges, 0, None), scale=1.0, **CHOICE)
     logits, table = torch.zeros(1, 1, 32000, dtype=dtype), torch.zeros(32000, 256, dtype=dtype)
     ids, anchor = torch.arange(32000), torch.zeros(1, dtype=torch.int64)
     for factors in (TableFactors(table), lambda *_: table[:1]):

@@ -20,6 +20,13 @@ def inputs(rows: int, slots: int, context: int, heads: tuple[int, int], size: in
     return [torch.randn(*shape, generator=generator).to(DEVICE, dtype) for shape in shapes]
 
 
+@pytest.fixture(params=[True, False], ids=["split", "whole"])
+def split(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contexts in chunks, however short, or each in one."""
+    monkeypatch.setattr(operation, "_WHOLE", 0 if request.param else 4096)
+
+
+@pytest.mark.usefixtures("split")
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 @pytest.mark.parametrize(
     ("slots", "context", "ends", "heads", "size", "window", "dtype"),
@@ -55,6 +62,7 @@ def test_the_definition_is_block_attentions() -> None:
     torch.testing.assert_close(actual, expected)
 
 
+@pytest.mark.usefixtures("split")
 def test_what_lies_beyond_a_rows_length_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operation, "_CHUNK", 64)
     tensors = inputs(1, 2, 400, (2, 1), 8, torch.float32)
@@ -66,6 +74,7 @@ def test_what_lies_beyond_a_rows_length_is_never_read(monkeypatch: pytest.Monkey
     torch.testing.assert_close(draft_attention(*tensors, visible, scale=0.3), expected)
 
 
+@pytest.mark.usefixtures("split")
 def test_a_query_that_sees_nothing_gets_zero() -> None:
     tensors = inputs(2, 3, 20, (2, 1), 8, torch.float32)
     end = torch.tensor([[20], [20]], device=DEVICE)
@@ -76,6 +85,7 @@ def test_a_query_that_sees_nothing_gets_zero() -> None:
     assert torch.equal(out[1], torch.zeros_like(out[1]))
 
 
+@pytest.mark.usefixtures("split")
 def test_what_chunks_leave_out_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = inputs(2, 3, 700, (4, 2), 8, torch.float32)
     end = torch.tensor([[650], [5]], device=DEVICE)  # the second row sees one chunk of six
