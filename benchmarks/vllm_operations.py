@@ -12,53 +12,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import vllm_layers
 from torch import Tensor
 from torch.nn import functional as F
+from vllm_counterparts import PAGE, Counterpart, close, equal
 
-PAGE = 16  # positions of a page of vLLM's cache
 NO_DRAFT = 0.0  # temperature of greedy requests
 
 
-@dataclass(frozen=True)
-class Counterpart:
-    """What vLLM runs for one operation at one shape.
-
-    Attributes:
-        name: its functions.
-        run: them, static enough for a CUDA graph.
-        agrees: called after `run` with our kernel's result: how far the outputs agree, a few words.
-        difference: what it does less or more than our kernel; empty where both do the same, and then the faster one counts.
-    """
-
-    name: str
-    run: Callable[[], Any]
-    agrees: Callable[[Any], str]
-    difference: str = ""
-
-
-def unavailable() -> str | None:
-    """Why vLLM's kernels cannot run here, or None."""
-    try:
-        from vllm.v1.spec_decode import utils  # noqa: F401
-    except Exception as error:  # a missing package, or one that does not load on this machine
-        return f"vLLM: {type(error).__name__}: {error}"
-    return None
-
-
 def counterparts(operation: str, inputs: dict[str, Any]) -> list[Counterpart]:
-    """Of one operation, a function's name in this module, on the inputs of a case; empty where vLLM has none."""
+    """Of one operation, a function's name here or in `vllm_layers`, on the inputs of a case; empty where vLLM has none."""
     make = _COUNTERPARTS.get(operation)
     return [] if make is None else make(**inputs)
-
-
-def equal(*pairs: tuple[Tensor, Tensor]) -> str:
-    """In words, whether all pairs of tensors hold the same values."""
-    return "outputs equal" if all(bool((a == b).all()) for a, b in pairs) else "OUTPUTS DIFFER"
-
-
-def close(*pairs: tuple[Tensor, Tensor]) -> str:
-    """In words, the largest difference of pairs of tensors."""
-    return f"largest difference {max((a.float() - b.float()).abs().max().item() for a, b in pairs):.2g}"
 
 
 def draft_inputs(
@@ -408,5 +373,9 @@ _COUNTERPARTS: dict[str, Callable[..., list[Counterpart]]] = {
         greedy_verification,
         rejection_sampling,
         markov_sampling,
+        vllm_layers.rms_norm,
+        vllm_layers.add_rms_norm,
+        vllm_layers.attention_heads,
+        vllm_layers.gated_halves,
     )
 }
