@@ -27,6 +27,7 @@ from speculators.kernels.kv_injection import InjectionWeights, kv_injection
 from speculators.kernels.likeliest_tokens import likeliest_tokens
 from speculators.kernels.markov_sampling import MarkovChain, TableFactors, markov_sampling
 from speculators.kernels.residual_norm import add_rms_norm, joined_norms, rms_norm
+from speculators.kernels.round_outcome import RowState, round_outcome
 from speculators.kernels.skinny_linear import skinny_gated_linear, skinny_linear
 from speculators.kernels.visible_keys import VisibleKeys
 
@@ -82,6 +83,8 @@ def others() -> None:
     logits = torch.zeros(1, 2, 32000, dtype=dtype)
     likeliest_tokens(logits, torch.arange(32000), **CHOICE)
     greedy_verification(torch.zeros(1, 1, dtype=torch.int64), number, logits, **CHOICE)
+    state = RowState(number, number, number != 0, number)
+    round_outcome(state, torch.zeros(1, 7, dtype=torch.int64), number, number, number, torch.arange(2), 9, **CHOICE)
 
 
 def main() -> None:

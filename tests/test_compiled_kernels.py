@@ -44,4 +44,5 @@ OTHERS = {
     "tile_argmax_kernel",
     "_best_tile_kernel",
     "_compare_kernel",
+    "_round_outcome_kernel",
 }

@@ -52,7 +52,7 @@ def static_replies(batch: Batch, prompts: list[list[int]]) -> list[list[int]]:
     while True:
         for reply, tokens, emitted in zip(replies, result.tokens.tolist(), result.emitted.tolist(), strict=True):
             reply += tokens[:emitted]
-        if bool(result.finished.all()):
+        if bool(result.after.finished.all()):
             return replies
         batch.longest = max(len(prompt) + len(reply) - 1 for prompt, reply in zip(prompts, replies, strict=True))
         result = batch.next_round()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -18,6 +18,7 @@ from speculators.decoding.sampling import MAX_ELEMENTS, RoundSampler, SamplingPa
 from speculators.errors import ConfigError
 from speculators.kernels.greedy_verification import greedy_verification
 from speculators.kernels.rejection_sampling import Distributions, rejection_sampling
+from speculators.kernels.round_outcome import RoundOutcome, RowState, round_outcome
 from speculators.verifier import Verifier
 
 # Prompts run in pieces: attention masks and hidden states of a piece stay small whatever the prompt's length.
@@ -34,32 +35,10 @@ class Drafts:
     probabilities: Tensor | None
 
 
-@dataclass(frozen=True)
-class RoundResult:
-    """One round of every row, on the device; rows that were finished before emit 0 tokens.
-
-    tokens: [rows, width + 1], the accepted drafts, then the next token, then padding. proposed, accepted, emitted: [rows],
-    as in `Round`. stopped: [rows] bool, ended by a stop token now. finished: [rows] bool, ended now or before.
-    packed: [rows, width + 6] int64, proposed, accepted, emitted, stopped, finished and tokens side by side, for one transfer.
-    """
-
-    tokens: Tensor
-    proposed: Tensor
-    accepted: Tensor
-    emitted: Tensor
-    stopped: Tensor
-    finished: Tensor
-    packed: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        counts = [self.proposed, self.accepted, self.emitted, self.stopped.long(), self.finished.long()]
-        object.__setattr__(self, "packed", torch.cat([torch.stack(counts, dim=1), self.tokens], dim=1))
-
-
 class Arriving:
     """A round's results on their way to the host, which need not wait for them before it launches the next round."""
 
-    def __init__(self, result: RoundResult) -> None:
+    def __init__(self, result: RoundOutcome) -> None:
         self.width = result.tokens.shape[1]  # the most tokens that a row can have got
         self._packed = result.packed.to("cpu", non_blocking=True)  # pinned memory of its own where it comes from a GPU
         self._arrived: torch.cuda.Event | None = None
@@ -68,7 +47,7 @@ class Arriving:
             self._arrived.record()
 
     def rows(self) -> list[list[int]]:
-        """`RoundResult.packed`; waits for it."""
+        """`RoundOutcome.packed`; waits for it."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return cast("list[list[int]]", self._packed.tolist())
@@ -115,7 +94,7 @@ class Batch:
 
     # -- before the first round ------------------------------------------------------------------------------
 
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> RoundResult:
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> RoundOutcome:
         """Run the prompts, draw each row's first token (the first anchor), and let the drafter observe the prompts."""
         device = self.verifier.device
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
@@ -149,7 +128,8 @@ class Batch:
                 observed = observed[0].gather(1, at), observed[1].gather(1, at), hidden
                 start, counts = start + before, counts - before
             self._observe(*observed, start, counts)
-        return self._commit(self.anchor[:, None], torch.zeros_like(self.anchor), torch.zeros_like(self.anchor))
+        none = self._no_drafts()
+        return self._commit(none.token_ids, none.lengths, Acceptance(none.lengths, self.anchor))
 
     # -- rounds over static buffers --------------------------------------------------------------------------
 
@@ -159,15 +139,15 @@ class Batch:
         self.state = StaticState([(self, names), (self.cache, ("lengths",))])
         self.graphs = GraphedRounds(self.state, self._static_round, self.cache.max_length, capture=capture)
 
-    def next_round(self) -> RoundResult:
+    def next_round(self) -> RoundOutcome:
         """A round, as a graph where the batch uses them. Its tensors hold until the next one."""
         if self.graphs is None:
             return self.round()
         drafts = 0 if self.drafter is None else self.schedule.draft_tokens(self.draft_tokens)
-        result: RoundResult = self.graphs.round(drafts, self.longest + drafts + 1)
+        result: RoundOutcome = self.graphs.round(drafts, self.longest + drafts + 1)
         return result
 
-    def _static_round(self, length: int) -> RoundResult:
+    def _static_round(self, length: int) -> RoundOutcome:
         """A round whose attention reads `length` positions, which the caller knows to be enough."""
         self._static_length = length
         try:
@@ -177,27 +157,21 @@ class Batch:
 
     # -- one round, in the order it happens ------------------------------------------------------------------
 
-    def round(self) -> RoundResult:
+    def round(self) -> RoundOutcome:
         """Propose, verify, accept, observe."""
         return self.verify(self.propose())
 
-    def verify(self, drafts: Drafts) -> RoundResult:
+    def verify(self, drafts: Drafts) -> RoundOutcome:
         """The half of a round after drafting: verify, accept, observe."""
         block = torch.cat([self.anchor[:, None], drafts.token_ids], dim=1)
         output = self.verifier.forward(block, self.cache, self.taps, static_length=self._read_length(block.shape[1]))
-        acceptance = self._accept(output.last_hidden_state, drafts)
-
-        next_token = acceptance.next_token[:, None]
-        tokens = torch.cat([drafts.token_ids, next_token], dim=1).scatter(1, acceptance.accepted[:, None], next_token)
-        result = self._commit(tokens, drafts.lengths, acceptance.accepted)
+        outcome = self._commit(drafts.token_ids, drafts.lengths, self._accept(output.last_hidden_state, drafts))
 
         # The block's columns 0 .. accepted (anchor and accepted drafts) stay in the cache; the others are left behind.
-        start, counts = self.cache.lengths, torch.where(self.finished, 0, result.emitted)
-        self.cache.lengths = start + counts
-        self.anchor = torch.where(self.finished, self.anchor, acceptance.next_token)
+        start, self.cache.lengths, self.anchor = self.cache.lengths, outcome.after.lengths, outcome.after.anchor
         self.longest += block.shape[1]
-        self._observe(block, tokens, output.hidden_states, start, counts)
-        return result
+        self._observe(block, outcome.tokens, output.hidden_states, start, outcome.committed)
+        return outcome
 
     def _read_length(self, width: int) -> int | None:
         """Cached positions that the verifier's attention reads; None lets the cache ask the device, which is free on the CPU alone."""
@@ -277,26 +251,22 @@ class Batch:
                         verification=self.sampling.verification,
                     )
                 )
+        if len(parts) == 1:
+            return parts[0]
         return Acceptance(torch.cat([part.accepted for part in parts]), torch.cat([part.next_token for part in parts]))
 
-    def _commit(self, tokens: Tensor, proposed: Tensor, accepted: Tensor) -> RoundResult:
-        """Add tokens[:, : accepted + 1] to the replies, up to the first stop token.
-
-        tokens: [rows, width + 1]; proposed, accepted: [rows].
-        """
-        column = torch.arange(tokens.shape[1], device=tokens.device)
-        stops = (tokens[..., None] == self.stop_ids).any(-1) & (column <= accepted[:, None])
-        stopped = stops.any(1) & ~self.finished
-        emitted = torch.where(stopped, stops.long().argmax(1), accepted) + 1
-        emitted = torch.where(self.finished, 0, emitted)
-        if self.seen is not None:
-            self.seen.scatter_(1, torch.where(column < emitted[:, None], tokens, self.anchor[:, None]), True)
-        self.emitted = self.emitted + emitted
-        self.finished = self.finished | stopped | (self.emitted >= self.sampling.max_new_tokens)
-        cut = emitted <= accepted  # an accepted draft was a stop token: the round ends there
-        return RoundResult(
-            tokens, torch.where(cut, emitted, proposed), torch.where(cut, emitted, accepted), emitted, stopped, self.finished
+    def _commit(self, drafts: Tensor, proposed: Tensor, acceptance: Acceptance) -> RoundOutcome:
+        """Add accepted drafts [rows, width] and the next token to the replies, up to the first stop token."""
+        state = RowState(self.anchor, self.emitted, self.finished, self.cache.lengths)
+        outcome = round_outcome(
+            state, drafts, proposed, acceptance.accepted, acceptance.next_token, self.stop_ids, self.sampling.max_new_tokens
         )
+        if self.seen is not None:
+            column = torch.arange(outcome.tokens.shape[1], device=drafts.device)
+            new = column < (outcome.after.emitted - self.emitted)[:, None]
+            self.seen.scatter_(1, torch.where(new, outcome.tokens, self.anchor[:, None]), True)
+        self.emitted, self.finished = outcome.after.emitted, outcome.after.finished
+        return outcome
 
     def _observe(self, token_ids: Tensor, next_token_ids: Tensor, hidden_states: Tensor, start: Tensor, counts: Tensor) -> None:
         """Hand the committed columns to the drafter."""
