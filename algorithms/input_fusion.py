@@ -34,6 +34,7 @@ from speculators.decoding.proposal import Observation
 from speculators.errors import ConfigError
 from speculators.kernels.block_attention import attention
 from speculators.kernels.hidden_state_scatter import hidden_state_scatter
+from speculators.kernels.skinny_linear import skinny_linear
 from speculators.kernels.visible_keys import VisibleKeys, visible_documents
 from speculators.registry import Need
 from speculators.speculator import Speculator, VerifierWeights
@@ -229,7 +230,7 @@ class InputFusion(Speculator):
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
         """See `Speculator.draft_logits`. A head of its own is all there is: engines add no scale, cap or bias to it."""
-        return super().draft_logits(hidden) if self.lm_head is None else nn.functional.linear(hidden, self.lm_head.weight)
+        return super().draft_logits(hidden) if self.lm_head is None else skinny_linear(hidden, self.lm_head.weight)
 
     def own_head_bias(self, hidden: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """What `block_loss` takes as bias for the drafter to be scored with its own head W'; None twice where it has none.
