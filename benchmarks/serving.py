@@ -251,6 +251,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="*", default=METHODS)
     parser.add_argument("--layouts", nargs="*", default=[], metavar="METHOD=FOLDER", help="converted drafters, served without the plugin")
     parser.add_argument("--variants", nargs="*", type=Variant.parse, default=[], metavar="NAME:SETTING,...", help="see above")
+    parser.add_argument("--only-variants", action="store_true", help="leave drafters without a variant out")
     parser.add_argument("--ks", nargs="+", type=int, help="draft tokens; the checkpoint's by default")
     parser.add_argument("--prompts", nargs="+", type=Path, default=PROMPTS)
     parser.add_argument("--least-prompts", type=int, default=16, help="prompts of a batch size, in as many batches as that takes")

@@ -93,6 +93,8 @@ def planned(options: argparse.Namespace, arguments: Sequence[str]) -> tuple[list
         plain = Configuration(PLAIN, variant.name, settings=as_settings(given), environment=vllms)
         if all((one.settings, one.environment) != (plain.settings, plain.environment) for one in made):
             made.append(plain)  # the variant concerns it
+        if options.only_variants and variant == Variant():
+            continue
         for (method, layout), k in itertools.product(drafters, [variant.k] if variant.k else options.ks or [None]):
             name = method if layout is None else f"{method} from {layout.name}"
             try:

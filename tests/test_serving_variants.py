@@ -43,6 +43,7 @@ def test_plain_decoding_is_measured_again_only_where_a_variant_changes_it(
     monkeypatch.setattr(configurations, "installed", lambda: "0.26.0")
     variants = ["short:k=2", "triton:attention_backend=TRITON_ATTN", "graphs:attention_backend=TRITON_ATTN,SPECULATORS_X=1"]
     options = argparse.Namespace(
+        only_variants=False,
         methods=["eagle3"],
         layouts=[],
         ks=None,
