@@ -16,7 +16,8 @@ from speculators.decoding.sampling import SamplingParams
 from speculators.decoding.statistics import conditional_acceptance_by_position
 from speculators.decoding.step_times import StepTimes
 from speculators.errors import ConfigError, DataError
-from speculators.serving.simulator import Auto, DrafterProfile, Fixed, Scheduler, Simulation, Threshold, make_policy, simulate
+from speculators.serving.drafter_profile import DrafterProfile
+from speculators.serving.simulator import Auto, Fixed, Scheduler, Simulation, Threshold, make_policy, simulate
 from speculators.serving.workload import Workload
 
 TIMES = StepTimes.affine(8e-3, 4e-5, draft_fixed=1e-3, draft_a_token=2e-6, max_rows=512, max_drafts=7)

@@ -169,6 +169,35 @@ class _Forced(FixedLength):
         return self.drafts
 
 
+@dataclass(frozen=True)
+class MadeUpRows:
+    """Tokens of the longest prompt, of all others, and of every reply."""
+
+    longest: int
+    typical: int
+    max_new_tokens: int
+
+
+def made_up_rows(lengths: RowLengths, parts: Sequence[Sequence[int]], device: str, context: int | None) -> MadeUpRows:
+    """Rows whose rounds cost what those of the described rows do.
+
+    The longest row ends where a read of `lengths.longest` positions does, its last block included: with one position more the
+    next multiple would be read. Rows that reach their budget cost what they cost before.
+
+    Args:
+        lengths: of the rows.
+        parts: numbers of drafts that are timed one after the other on the same rows.
+        device: type.
+        context: of the verifier, where it has a limit.
+    """
+    rounds = WARM_UP["cuda"] + (REPEATS + 1) * IN_A_ROW if device == "cuda" else 1 + REPEATS
+    span = min(lengths.longest, context or lengths.longest) - max(max(part) for part in parts) - 1
+    budget = min(2 + max(rounds * sum(count + 1 for count in part) for part in parts), max(128, span - lengths.typical))
+    longest = max(1, min(LONGEST_PROMPT.get(device, 128), span - budget))
+    # Rows grow by about one token a round, since made-up text is hardly ever accepted: they begin half of that shorter.
+    return MadeUpRows(longest, min(longest, max(1, lengths.typical - rounds * len(parts[0]) // 2)), budget)
+
+
 @torch.inference_mode()
 def _measure_batch(
     verifier: Verifier, drafter: Drafter | None, rows: int, drafts: Sequence[int], sampling: SamplingParams, lengths: RowLengths
@@ -178,21 +207,14 @@ def _measure_batch(
     Where a round is a graph its halves cannot be told apart: all is called verifying, and no schedule there asks for more than
     the sum.
     """
-    on_cuda, most_drafts = verifier.device.type == "cuda", max(drafts)
+    device, most_drafts = verifier.device.type, max(drafts)
     # A prefill is cheap on a GPU: rows begin anew for each number of drafts, and are never far from their typical length.
-    parts = [[count] for count in drafts] if on_cuda else [list(drafts)]
-    rounds = WARM_UP.get(verifier.device.type, 1) + (REPEATS + 1) * IN_A_ROW if on_cuda else 1 + REPEATS
-    # The longest row ends where a read of `lengths.longest` positions does, its last block included: one position more would
-    # make it the next multiple. Rows that reach their budget before cost what the others cost.
-    span = min(lengths.longest, verifier.weights.config.get("max_position_embeddings", lengths.longest)) - most_drafts - 1
-    budget = 2 + max(rounds * sum(count + 1 for count in part) for part in parts)
-    budget = min(budget, max(128, span - lengths.typical))
-    most = max(1, min(LONGEST_PROMPT.get(verifier.device.type, 128), span - budget))
-    # Rows grow by about one token a round, since made-up text is hardly ever accepted: they begin half of that shorter.
-    typical = min(most, max(1, lengths.typical - rounds * len(parts[0]) // 2))
+    parts = [[count] for count in drafts] if device == "cuda" else [list(drafts)]
+    plan = made_up_rows(lengths, parts, device, verifier.weights.config.get("max_position_embeddings"))
     generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(verifier.vocab_size, (size,), generator=generator).tolist() for size in (most, *[typical] * (rows - 1))]
-    params = replace(sampling, max_new_tokens=budget, ignore_eos=True, stop_token_ids=None)
+    sizes = (plan.longest, *[plan.typical] * (rows - 1))
+    prompts = [torch.randint(verifier.vocab_size, (size,), generator=generator).tolist() for size in sizes]
+    params = replace(sampling, max_new_tokens=plan.max_new_tokens, ignore_eos=True, stop_token_ids=None)
     schedule = _Forced()
     measured = []
     for part in parts:
@@ -202,7 +224,7 @@ def _measure_batch(
             schedule.drafts = count
             time_rounds = _time_rounds if batch.graphs is None else _time_graphs
             # Without drafts there is nothing to draft but a few tensors to make.
-            draft_seconds, verify_seconds = time_rounds(batch, most + budget)
+            draft_seconds, verify_seconds = time_rounds(batch, plan.longest + plan.max_new_tokens)
             measured.append((draft_seconds if count else 0.0, verify_seconds))
     return measured
 
