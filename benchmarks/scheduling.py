@@ -20,82 +20,129 @@ import numpy as np
 
 from speculators.cli.common import load_drafter, load_verifier
 from speculators.data.prompts import read_prompts
-from speculators.decoding.engine import AUTO, generate
-from speculators.decoding.profiler import RowLengths, measure, widths
+from speculators.decoding.engine import AUTO, Generation, generate
+from speculators.decoding.profiler import RowLengths, measure, step_times
 from speculators.decoding.proposal import Drafter
 from speculators.decoding.sampling import SamplingParams
-from speculators.decoding.statistics import Round, conditional_acceptance_by_position
+from speculators.decoding.statistics import Round, conditional_acceptance_by_position, mean_proposed
 from speculators.decoding.step_times import StepTimes
 from speculators.evaluation.evaluate import device_name
 from speculators.files import check_writable, write_text_atomically
-from speculators.serving.simulator import DrafterProfile, make_policy, simulate
+from speculators.serving.drafter_profile import DrafterProfile
+from speculators.serving.simulator import make_policy, simulate
 from speculators.serving.workload import Workload
 from speculators.verifier import Verifier
 
 TARGETS = "auto at least 0.98 x the best fixed K and 1.00 x plain at every batch; 1.3 x fixed K_max at the largest; simulator within 10%"
 
 
+# Where a batch is smaller, several are decoded, of different prompts: one reply alone says little of a drafter.
+LEAST_PROMPTS = 16
+
+
 @dataclass(frozen=True)
 class Timed:
-    """The fastest of some runs of one configuration: tokens a second after the first token, and its rounds."""
+    """The fastest of some runs of one configuration over all batches.
 
-    tokens_per_second: float
-    rounds: list[Round]
+    Attributes:
+        generations: of each batch in that run.
+        runs: tokens a second of every run.
+    """
+
+    generations: list[Generation]
     runs: list[float]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """All tokens after each row's first, over all seconds after it."""
+        return rate(self.generations)
+
+    @property
+    def rounds(self) -> list[list[Round]]:
+        """Of each row of each batch."""
+        return [row for generation in self.generations for row in generation.rounds]
+
+    def to_json(self) -> dict[str, Any]:
+        """The run in numbers."""
+        rounds = [a_round for row in self.rounds for a_round in row]
+        return {
+            "tokens_per_second": self.tokens_per_second,
+            "runs": self.runs,
+            "seconds": sum(generation.seconds for generation in self.generations),
+            "verify_forwards": sum(generation.verify_forwards for generation in self.generations),
+            "rounds": len(rounds),
+            "mean_drafts": mean_proposed(rounds),
+        }
+
+
+def rate(generations: Sequence[Generation]) -> float:
+    """Tokens a second of batches that were decoded one after the other."""
+    return sum(r.emitted for g in generations for row in g.rounds for r in row) / sum(g.seconds for g in generations)
 
 
 def timed(
     verifier: Verifier,
     drafter: Drafter | None,
-    prompts: Sequence[Sequence[int]],
+    batches: Sequence[Sequence[Sequence[int]]],
     sampling: SamplingParams,
     drafts: Any,
     repeats: int,
 ) -> Timed:
-    """Run one configuration once to warm up (graphs, step times) and then `repeats` times."""
-    generations = [generate(verifier, drafter, prompts, sampling, num_draft_tokens=drafts) for _ in range(repeats + 1)][1:]
-    rates = [sum(r.emitted for row in g.rounds for r in row) / g.seconds for g in generations]
-    best = generations[int(np.argmax(rates))]
-    return Timed(max(rates), [r for row in best.rounds for r in row], rates)
+    """Run one configuration once for each shape of batches to warm up (graphs, step times), and then all of it `repeats` times."""
+    shapes = {RowLengths.of(batch, sampling): batch for batch in batches}
+    for batch in shapes.values():
+        generate(verifier, drafter, batch, sampling, num_draft_tokens=drafts)
+    runs = [[generate(verifier, drafter, batch, sampling, num_draft_tokens=drafts) for batch in batches] for _ in range(repeats)]
+    return Timed(max(runs, key=rate), [rate(run) for run in runs])
 
 
-def predicted(profile: DrafterProfile, policy: str, rows: int, tokens: int) -> float:
-    """Tokens a second that the simulator expects of the engine: replies of `tokens` a row, finished rows kept, many batches."""
-    batches = max(4, 400 // rows)
+def predicted(profile: DrafterProfile, policy: str, rows: int, requests: int, tokens: int) -> float:
+    """Tokens a second that the simulator expects of the engine: replies of `tokens` a row, finished rows kept.
+
+    Args:
+        profile: of the drafter.
+        policy: how long blocks are.
+        rows: of a batch.
+        requests: that were measured; each is simulated some times.
+        tokens: of a reply.
+    """
+    batches = requests // rows * max(4, 400 // requests)
     workload = Workload.closed_loop(rows, tokens, batches)
     result = simulate(workload, profile, make_policy(policy, profile, rows), max_batch=rows, packed=False)
     return float(rows * tokens * batches / result.finish.max())
 
 
 def measure_batch(
-    verifier: Verifier, drafter: Drafter, prompts: Sequence[Sequence[int]], sampling: SamplingParams, ks: Sequence[int], repeats: int
+    verifier: Verifier,
+    drafter: Drafter,
+    batches: Sequence[Sequence[Sequence[int]]],
+    sampling: SamplingParams,
+    ks: Sequence[int],
+    repeats: int,
 ) -> tuple[dict[str, Any], StepTimes]:
     """Every configuration at one batch size."""
-    rows, most = len(prompts), max(ks)
-    plain = timed(verifier, None, prompts, sampling, None, repeats)
-    fixed = {k: timed(verifier, drafter, prompts, sampling, k, repeats) for k in ks}
-    auto = timed(verifier, drafter, prompts, sampling, AUTO, repeats)
-    lengths = RowLengths.of(prompts, sampling)
-    times = measure(verifier, drafter, (rows,), widths(most), sampling, lengths)
-    plain_times = measure(verifier, None, (rows,), (0,), sampling, lengths)
-    acceptance = conditional_acceptance_by_position(fixed[most].rounds)[:most]
-    profile = DrafterProfile("measured", np.array([acceptance]), times)
-    expected = {f"fixed:{k}": predicted(profile, f"fixed:{k}", rows, sampling.max_new_tokens - 1) for k in ks}
-    without = DrafterProfile("none", np.array([[0.0]]), plain_times)
-    expected["none"] = predicted(without, "none", rows, sampling.max_new_tokens - 1)
-    engine = {"none": plain, **{f"fixed:{k}": run for k, run in fixed.items()}, "auto": auto}
-    best_fixed = max(run.tokens_per_second for run in fixed.values())
+    rows, most, tokens = len(batches[0]), max(ks), sampling.max_new_tokens - 1
+    typical = sorted(batches, key=lambda batch: sum(map(len, batch)))[len(batches) // 2]
+    times = step_times(verifier, drafter, most, typical, sampling)
+    plain_times = measure(verifier, None, (rows,), (0,), sampling, RowLengths.of(typical, sampling))
+    engine = {"none": timed(verifier, None, batches, sampling, None, repeats)}
+    engine |= {f"fixed:{k}": timed(verifier, drafter, batches, sampling, k, repeats) for k in ks}
+    engine["auto"] = timed(verifier, drafter, batches, sampling, AUTO, repeats)
+    # All is predicted from the rounds with the longest blocks, row by row: rows are unlike, and a batch waits for its slowest.
+    longest = engine[f"fixed:{most}"]
+    profile = DrafterProfile.from_rounds("measured", longest.rounds, most, times)
+    profiles = {"none": DrafterProfile("none", np.array([[0.0]]), plain_times), **{f"fixed:{k}": profile for k in ks}}
+    expected = {name: predicted(of, name, rows, rows * len(batches), tokens) for name, of in profiles.items()}
+    speed = {name: run.tokens_per_second for name, run in engine.items()}
     result = {
         "rows": rows,
-        "decode": {name: {"tokens_per_second": run.tokens_per_second, "runs": run.runs} for name, run in engine.items()},
-        "auto_mean_drafts": float(np.mean([r.proposed for r in auto.rounds])),
-        "conditional_acceptance": acceptance,
-        "auto_over_best_fixed": auto.tokens_per_second / best_fixed,
-        "auto_over_plain": auto.tokens_per_second / plain.tokens_per_second,
-        "auto_over_largest_k": auto.tokens_per_second / fixed[most].tokens_per_second,
-        "simulated": {
-            name: {"tokens_per_second": rate, "over_engine": rate / engine[name].tokens_per_second} for name, rate in expected.items()
-        },
+        "batches": len(batches),
+        "decode": {name: run.to_json() for name, run in engine.items()},
+        "conditional_acceptance": conditional_acceptance_by_position([r for row in longest.rounds for r in row])[:most],
+        "auto_over_best_fixed": speed["auto"] / max(speed[f"fixed:{k}"] for k in ks),
+        "auto_over_plain": speed["auto"] / speed["none"],
+        "auto_over_largest_k": speed["auto"] / speed[f"fixed:{most}"],
+        "simulated": {name: {"tokens_per_second": value, "over_engine": value / speed[name]} for name, value in expected.items()},
     }
     return result, times
 
@@ -137,8 +184,10 @@ def main() -> None:
     sampling = SamplingParams(temperature=options.temperature, max_new_tokens=options.max_new_tokens, ignore_eos=True)
     results, tables = [], []
     for rows in sorted(options.batches):
-        batch = [prompts[i % len(prompts)] for i in range(rows)]
-        result, times = measure_batch(verifier, drafter, batch, sampling, ks, options.repeats)
+        count = rows * max(1, LEAST_PROMPTS // rows)
+        chosen = [prompts[i % len(prompts)] for i in range(count)]
+        batches = [chosen[first : first + rows] for first in range(0, count, rows)]
+        result, times = measure_batch(verifier, drafter, batches, sampling, ks, options.repeats)
         results.append(result)
         tables.append(times)
         report = {

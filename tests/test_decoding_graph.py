@@ -148,7 +148,7 @@ class Counting(FixedLength):
         self.most_ahead = max(self.most_ahead, self.asked // 2 - self.told)  # a round asks for its shape, and to draft
         return limit
 
-    def record(self, rounds: Sequence[Round]) -> None:
+    def record(self, rounds: Sequence[Round | None], remaining: Sequence[int]) -> None:
         self.told += 1
 
 

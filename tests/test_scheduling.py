@@ -184,7 +184,7 @@ SCHEDULES: dict[str, Callable[[Tensor], LengthSchedule]] = {
 def with_a_past(schedule: LengthSchedule) -> LengthSchedule:
     schedule.draft_tokens(4)
     schedule.lengths(torch.full((3, 4), 0.7), torch.full((3,), 4), torch.ones(3, dtype=torch.bool))
-    schedule.record([Round(4, 2, 3)] * 3)
+    schedule.record([Round(4, 2, 3)] * 3, [50] * 3)
     schedule.draft_tokens(4)
     return schedule
 
@@ -271,7 +271,7 @@ def test_stale_capacity_uses_the_confidences_of_two_rounds_earlier() -> None:
     seen = []
     for confidence in (CONFIDENCE, unlikely, CONFIDENCE, CONFIDENCE, CONFIDENCE):
         seen.append(schedule.lengths(confidence, available, active).tolist())
-        schedule.record([])
+        schedule.record([], [])
     # Two rounds without a past; then what the global search made of round 1 (all six), of round 2 (none), of round 3.
     assert seen == [[3, 3], [3, 3], [3, 3], [0, 0], [3, 3]]
     with pytest.raises(ConfigError, match="at least 1 round"):
@@ -281,7 +281,7 @@ def test_stale_capacity_uses_the_confidences_of_two_rounds_earlier() -> None:
 def learned(schedule: AutoLength, accepted: list[int], proposed: int, rounds: int = 300) -> AutoLength:
     for index in range(rounds):
         schedule.draft_tokens(len(schedule.acceptance))
-        schedule.record([Round(proposed, accepted[index % len(accepted)], accepted[index % len(accepted)] + 1)])
+        schedule.record([Round(proposed, accepted[index % len(accepted)], accepted[index % len(accepted)] + 1)], [1000])
     return schedule
 
 
@@ -290,7 +290,7 @@ def test_auto_drafts_nothing_where_drafting_does_not_pay_but_tries_now_and_then(
     asked = []
     for _ in range(64):
         asked.append(dear.draft_tokens(3))
-        dear.record([Round(asked[-1], 0, 1)])
+        dear.record([Round(asked[-1], 0, 1)], [1000])
     assert asked.count(0) == 60 and asked.count(1) == 4
 
 

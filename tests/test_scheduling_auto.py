@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tiny_models import tiny_verifier
 from toy_drafters import BlockTable, Oracle, RandomTokens, SequentialTable, ToyDrafter
 
 from speculators.decoding import profiler
+from speculators.decoding.batch import Batch
 from speculators.decoding.calibration import Calibration
 from speculators.decoding.engine import generate
 from speculators.decoding.length_schedules import AutoLength
 from speculators.decoding.prompt_lookup import PromptLookup
+from speculators.decoding.row_acceptance import RowAcceptance
 from speculators.decoding.sampling import SamplingParams
 from speculators.decoding.statistics import Round
 from speculators.decoding.step_times import StepTimes
@@ -87,6 +90,88 @@ def test_calibrated_confidence_shortens_blocks_within_a_round(verifier: Verifier
     assert len({r.proposed for r in rounds[:20]}) > 2, "lengths follow the confidence of each block"
 
 
+# -- rows that are not alike ----------------------------------------------------------------------------------
+
+# Seconds of a round of 0 .. 7 drafts of 256 rows on an H200 (SmolLM2-135M with DSpark, 2026).
+SECONDS = np.array([1.85, 2.49, 2.86, 3.20, 3.54, 4.05, 4.55, 5.06]) * 1e-3
+FREE = np.zeros_like(SECONDS)
+
+
+def seconds_of_a_batch(acceptance: np.ndarray, tokens: int, seed: int, auto: AutoLength | None = None, drafts: int = 0) -> float:
+    """Decode rows of such acceptance, the same in every round, until the last one is done; `auto` decides a round late, as on CUDA."""
+    generator = np.random.default_rng(seed)
+    remaining, seconds = np.full(len(acceptance), tokens), 0.0
+    waiting: tuple[list[Round | None], list[int]] | None = None
+    while remaining.any():
+        width = drafts if auto is None else auto.draft_tokens(len(SECONDS) - 1)
+        if auto is not None and waiting is not None:
+            auto.record(*waiting)
+        proposed = np.minimum(width, np.maximum(remaining - 1, 0))
+        kept = np.cumprod(generator.random((len(acceptance), len(SECONDS) - 1)) < acceptance[:, None], axis=1).sum(axis=1)
+        accepted = np.minimum(kept, proposed)
+        active = remaining > 0
+        remaining = np.where(active, remaining - 1 - accepted, 0)
+        outcome = zip(proposed.tolist(), accepted.tolist(), active, strict=True)
+        waiting = [Round(p, a, a + 1) if alive else None for p, a, alive in outcome], remaining.tolist()
+        seconds += SECONDS[width]
+    return seconds
+
+
+@pytest.mark.parametrize(("frailty_variance", "within"), [(1 / 25, 1.02), (1 / 6, 1.05)])
+def test_a_batch_of_unequal_rows_ends_about_as_soon_as_with_the_best_fixed_length(frailty_variance: float, within: float) -> None:
+    acceptance = 0.79 ** np.random.default_rng(0).gamma(1 / frailty_variance, frailty_variance, 256)
+    fixed = [np.mean([seconds_of_a_batch(acceptance, 127, seed, drafts=drafts) for seed in range(4)]) for drafts in range(8)]
+    auto = np.mean([seconds_of_a_batch(acceptance, 127, seed, AutoLength(FREE, SECONDS, rows=256, cut=False)) for seed in range(4)])
+    assert auto <= within * min(fixed)
+    mean_row = np.cumsum(np.concatenate([[1.0], np.cumprod(np.full(7, acceptance.mean()))])) / SECONDS
+    assert auto < fixed[int(mean_row.argmax())], "the length that earns most tokens a second on average is too long"
+
+
+def told(auto: AutoLength, acceptance: list[float], remaining: list[int], rounds: int = 30) -> AutoLength:
+    """Rounds of 7 drafts, of which each row accepts each with its probability."""
+    generator = np.random.default_rng(0)
+    for _ in range(rounds):
+        accepted = np.cumprod(generator.random((len(acceptance), 7)) < np.array(acceptance)[:, None], axis=1).sum(axis=1)
+        auto.record([Round(7, count, count + 1) for count in accepted.tolist()], remaining)
+    return auto
+
+
+def test_a_slow_row_shortens_the_block_until_it_is_done_or_has_little_left() -> None:
+    def drafted(acceptance: list[float], remaining: list[int]) -> int:
+        return told(AutoLength(FREE, SECONDS, rows=8, cut=False), acceptance, remaining).draft_tokens(7)
+
+    good, with_a_slow_one = [0.95] * 8, [0.95] * 7 + [0.3]
+    assert drafted(good, [100] * 8) >= 6
+    assert drafted(with_a_slow_one, [100] * 8) <= 2
+    assert drafted(with_a_slow_one, [100] * 7 + [0]) >= 6
+    assert drafted(with_a_slow_one, [100] * 7 + [2]) >= 6
+
+
+def test_no_more_is_drafted_than_what_is_left_to_decode() -> None:
+    for left in range(1, 9):
+        assert told(AutoLength(FREE, SECONDS, rows=2, cut=False), [0.99, 0.99], [left, 1]).draft_tokens(7) == left - 1
+    assert told(AutoLength(FREE, SECONDS, rows=2, cut=False), [0.99, 0.99], [0, 0]).draft_tokens(7) == 0
+
+
+def test_rows_of_one_kind_share_their_curve_and_others_stand_out_by_their_rejections() -> None:
+    alike, unlike = RowAcceptance([0.8] * 4, 4, rows=4), RowAcceptance([0.8] * 4, 4, rows=4)
+    every = np.ones(4, dtype=bool)
+    for _ in range(20):
+        alike.record([Round(4, 2, 3)] * 4)
+        unlike.record([Round(4, 4, 5), Round(4, 0, 1), Round(4, 2, 3), None])
+    np.testing.assert_allclose(alike.survival(every), np.tile(alike.survival(every)[0], (4, 1)))
+    best, worst, middle, unseen = unlike.survival(every)
+    assert (best > middle).all() and (middle > worst).all() and (best > unseen).all() and (unseen > worst).all()
+    # A row of frailty h survives S ** h, and the frailty of a row that showed nothing is the mean one's.
+    curve = np.cumprod(unlike.pooled)
+    for row in (best, worst, middle, unseen):
+        frailty = np.log(row) / np.log(curve)
+        np.testing.assert_allclose(frailty, frailty[0])
+    assert np.log(unseen[0]) / np.log(curve[0]) == pytest.approx(1, abs=0.2)  # the median of a skewed distribution
+    assert (unlike.survival(every, 2.0) < unlike.survival(every)).all()
+    assert unlike.survival(np.array([False, True, False, False])) == pytest.approx(worst[None])
+
+
 # -- the profiler ---------------------------------------------------------------------------------------------
 
 
@@ -122,6 +207,38 @@ def test_rows_are_measured_at_the_length_that_they_have_in_the_middle_of_their_r
     prompts = [[1] * 100, [1] * 300, [1] * 800]
     assert profiler.RowLengths.of(prompts, SamplingParams(max_new_tokens=200)) == profiler.RowLengths(typical=512, longest=1024)
     assert profiler.RowLengths.of(prompts[:1], SamplingParams(max_new_tokens=20)) == profiler.RowLengths(typical=128, longest=512)
+
+
+@pytest.mark.parametrize("drafts", [0, 1, 7, 16])
+@pytest.mark.parametrize("longest", [512, 1024, 2048])
+@pytest.mark.parametrize("typical", [64, 256, 1024])
+def test_made_up_rows_end_where_the_read_of_real_ones_does(drafts: int, longest: int, typical: int) -> None:
+    rows = profiler.made_up_rows(profiler.RowLengths(typical, longest), [[count] for count in range(drafts + 1)], "cuda", None)
+    assert rows.longest + rows.max_new_tokens + drafts + 1 == longest, "no position more, or the next multiple would be read"
+    assert 1 <= rows.typical <= rows.longest
+    if typical + 128 + 17 <= longest:
+        assert abs(rows.typical - typical) < 64, "and grow past the typical length"
+
+
+def test_every_width_is_measured_where_measuring_is_cheap() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert profiler.widths(7, cuda) == tuple(range(8))
+    assert profiler.widths(20, cuda) == (*range(9), 16, 20)
+    assert profiler.widths(16, cpu) == (0, 1, 2, 4, 8, 16)
+    assert profiler.widths(1, cpu) == profiler.widths(1, cuda) == (0, 1)
+
+
+def test_graphs_are_timed_as_the_engine_launches_them(verifier: Verifier, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiler, "WARM_UP_SECONDS", 0.0)
+    drafts, sampling = profiler._Forced(), SamplingParams(max_new_tokens=400, ignore_eos=True)
+    with torch.inference_mode():
+        batch = Batch(verifier, BlockTable(VOCABULARY), PROMPTS, sampling, 4, drafts, max_length=1024)
+        batch.use_static_buffers(capture=False)
+        batch.prefill(PROMPTS)
+        drafts.drafts = 4
+        draft, verify = profiler._time_graphs(batch, 507)
+    assert draft == 0 and verify > 0
+    assert batch.graphs is not None and {(key, length) for key, length, _ in batch.graphs._seen} == {(4, 512)}  # type: ignore[misc]
 
 
 def test_an_unusable_cache_costs_a_measurement_and_no_error(

@@ -112,15 +112,24 @@ def test_greedy_output_equals_transformers_generate_under_every_schedule(name: s
 
 
 def test_every_schedule_is_told_each_round_of_the_active_rows() -> None:
-    told: list[Sequence[Round]] = []
+    told: list[Sequence[Round | None]] = []
+    left: list[Sequence[int]] = []
 
     class Told(FixedLength):
-        def record(self, rounds: Sequence[Round]) -> None:
+        def record(self, rounds: Sequence[Round | None], remaining: Sequence[int]) -> None:
             told.append(rounds)
+            left.append(remaining)
 
     result = generate(verifier("llama"), SequentialTable(VOCABULARY), PROMPTS, SamplingParams(max_new_tokens=12), schedule=Told())
     assert len(told) == result.verify_forwards
-    assert sorted(r.emitted for rounds in told for r in rounds) == sorted(r.emitted for row in result.rounds for r in row)
+    for row, rounds in enumerate(result.rounds):
+        finished = len(told) - len(rounds)
+        assert [told_of[row] for told_of in told] == [*rounds, *[None] * finished], "its own rounds, and then nothing"
+        emitted = np.cumsum([r.emitted for r in rounds])
+        after = (11 - emitted).tolist()  # the prefill's token is of no round
+        if result.finish_reasons[row] == "stop":
+            after[-1] = 0
+        assert [remaining[row] for remaining in left] == [*after, *[0] * finished]
 
 
 class Rotating(FixedLength):
@@ -132,7 +141,7 @@ class Rotating(FixedLength):
     def draft_tokens(self, limit: int) -> int:
         return (self.rounds + 1) % (limit + 1)
 
-    def record(self, rounds: Sequence[Round]) -> None:
+    def record(self, rounds: Sequence[Round | None], remaining: Sequence[int]) -> None:
         self.rounds += 1
 
 

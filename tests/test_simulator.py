@@ -13,10 +13,11 @@ from toy_drafters import BlockTable
 
 from speculators.decoding.engine import generate
 from speculators.decoding.sampling import SamplingParams
-from speculators.decoding.statistics import conditional_acceptance_by_position
+from speculators.decoding.statistics import Round, conditional_acceptance_by_position
 from speculators.decoding.step_times import StepTimes
 from speculators.errors import ConfigError, DataError
-from speculators.serving.simulator import Auto, DrafterProfile, Fixed, Scheduler, Simulation, Threshold, make_policy, simulate
+from speculators.serving.drafter_profile import DrafterProfile
+from speculators.serving.simulator import Auto, Fixed, Scheduler, Simulation, Threshold, make_policy, simulate
 from speculators.serving.workload import Workload
 
 TIMES = StepTimes.affine(8e-3, 4e-5, draft_fixed=1e-3, draft_a_token=2e-6, max_rows=512, max_drafts=7)
@@ -110,6 +111,46 @@ def test_confidence_earns_more_where_tokens_are_dear() -> None:
     assert speed["scheduler"] >= 0.99 * speed["threshold:0.6"]
     padded = closed(256, profile, "scheduler", tokens=120, packed=False).tokens_per_second
     assert padded < speed["scheduler"], "rows padded to the longest block pay for what they do not verify"
+
+
+def test_requests_that_are_unlike_make_batches_wait_for_the_slowest() -> None:
+    accepted = np.random.default_rng(0).beta(8, 2.5, 64)
+    confidence = np.repeat(accepted[:, None], 7, axis=1)
+    pooled, grouped = (DrafterProfile("unlike", confidence, TIMES, request) for request in (None, np.arange(64)))
+    for packed in (True, False):
+        workload = Workload.closed_loop(64, 128, 6)
+        runs = [
+            simulate(workload, profile, make_policy("fixed:7", profile, 64), max_batch=64, packed=packed) for profile in (pooled, grouped)
+        ]
+        spread = [np.ptp(run.latency([10, 90])) / run.latency([50])[0] for run in runs]
+        assert spread[1] > 2 * spread[0]
+        if not packed:
+            assert runs[1].finish.max() > 1.2 * runs[0].finish.max(), "a batch lasts as long as its slowest row"
+
+
+def test_each_measured_request_is_simulated_once_before_any_is_again() -> None:
+    # Requests 5 and 9 accept everything and nothing: a reply of 40 tokens takes 10 rounds of one, and 40 of the other.
+    certain = DrafterProfile("two", np.array([[1.0] * 3, [0.0] * 3, [1.0] * 3]), TIMES, np.array([5, 9, 5]))
+    workload = Workload.closed_loop(1, 40, 6)
+    result = simulate(workload, certain, make_policy("fixed:3", certain, 1), max_batch=1)
+    seconds = np.diff(np.concatenate([[0.0], result.finish])) / (8e-3 + 4 * 4e-5 + 1e-3 + 3 * 2e-6)
+    assert np.sort(seconds.reshape(3, 2), axis=1) == pytest.approx(np.array([[10, 40]] * 3))
+    with pytest.raises(ConfigError, match="3 rounds need as many request numbers"):
+        DrafterProfile("two", certain.confidence, TIMES, np.array([5, 9]))
+
+
+def test_measured_rounds_are_simulated_as_they_were_and_with_shorter_blocks() -> None:
+    rounds = [[Round(3, 3, 4), Round(3, 1, 2), Round(3, 3, 4), Round(1, 1, 2)], [Round(3, 0, 1), Round(2, 0, 1)]]
+    profile = DrafterProfile.from_rounds("measured", rounds, 3, TIMES)
+    assert profile.confidence.sum(axis=1).tolist() == [3, 1, 3, 0, 0], "of the round with room for one draft nothing is known beyond it"
+    assert profile.request is not None and profile.request.tolist() == [0, 0, 0, 1, 1]
+    for drafts, tokens_a_round in ((3, 10 / 3), (2, 8 / 3), (1, 2)):
+        workload = Workload.closed_loop(2, 3000, 1)
+        result = simulate(workload, profile, make_policy(f"fixed:{drafts}", profile, 2), max_batch=2, packed=False)
+        seconds = 8e-3 + 4e-5 * 2 * (1 + drafts) + 1e-3 + 2e-6 * 2 * drafts
+        assert np.sort(result.finish) / seconds == pytest.approx([3000 / tokens_a_round, 3000], abs=1.01)
+    with pytest.raises(ConfigError, match="at least one"):
+        DrafterProfile.from_rounds("nothing", [[]], 3, TIMES)
 
 
 def test_ten_thousand_users_are_simulated_in_seconds_of_work() -> None:

@@ -12,7 +12,7 @@ from speculators.cli.common import JsonOption, SeedOption, check_json_path, writ
 from speculators.errors import ConfigError
 
 if TYPE_CHECKING:
-    from speculators.serving.simulator import DrafterProfile
+    from speculators.serving.drafter_profile import DrafterProfile
     from speculators.serving.workload import Workload
 
 

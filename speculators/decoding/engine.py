@@ -106,7 +106,7 @@ def generate(
         if batch.graphs is not None and replies.shortest + running.width < sampling.max_new_tokens:
             batch.longest = known + running.width
             ahead = Arriving(batch.next_round())
-        chosen.record(replies.add(running))
+        chosen.record(replies.add(running), replies.remaining(sampling.max_new_tokens))
         running = ahead
         forwards += 1
     return Generation(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from statistics import NormalDist
 from typing import Protocol
 
 import numpy as np
@@ -20,6 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from speculators.decoding.row_acceptance import RowAcceptance
 from speculators.decoding.scheduling import admit_most_likely, best_capacity, prefix_schedule, survival, threshold_lengths
 from speculators.decoding.statistics import Round
 from speculators.decoding.step_times import StepTimes, lower_convex_hull
@@ -55,8 +57,15 @@ class LengthSchedule(Protocol):
         """
         ...
 
-    def record(self, rounds: Sequence[Round]) -> None:
-        """Learn what the round did to each row that was active in it. Called once, after its verification."""
+    def record(self, rounds: Sequence[Round | None], remaining: Sequence[int]) -> None:
+        """Learn what a round did to each row. Called once, after its verification.
+
+        Where the engine launches rounds ahead, the next one has by then been decided without it.
+
+        Args:
+            rounds: one entry a row of the batch; None for rows that were finished before it.
+            remaining: tokens that each row may still emit, fewer where a stop token ends it; 0 for finished rows.
+        """
         ...
 
 
@@ -73,7 +82,7 @@ class FixedLength:
         """All that is available."""
         return available
 
-    def record(self, rounds: Sequence[Round]) -> None:
+    def record(self, rounds: Sequence[Round | None], remaining: Sequence[int]) -> None:
         """Learns nothing."""
 
 
@@ -149,7 +158,7 @@ class StaleCapacityScheduler(PrefixScheduler):
         capacity = self._capacities[0]
         return available if capacity is None else admit_most_likely(a, capacity)
 
-    def record(self, rounds: Sequence[Round]) -> None:
+    def record(self, rounds: Sequence[Round | None], remaining: Sequence[int]) -> None:
         """The round is over: its capacity moves up in the queue."""
         self._capacities.append(self._latest)
 
@@ -157,16 +166,19 @@ class StaleCapacityScheduler(PrefixScheduler):
 class AutoLength:
     """Chooses what to draft and verify from measured times, measured acceptance, and confidence.
 
-    *Before* a round, from earlier rounds alone: with S_k the survival of draft k that they showed, drafting and verifying w
-    tokens of n rows earns n (1 + S_1 + .. + S_w) tokens in the time of such a round. The best rate of all w, theta, is
-    the price of time. w = 0 is plain decoding, so drafting that does not pay is not done; one draft more than planned is
-    tried every `PROBE` rounds, or what changes would never be noticed.
+    *Before* a round, from earlier rounds alone: a batch is done when its last row is, and finished rows cost as much as others.
+    So what counts is not how many tokens all rows earn together but when the slowest will end. A row with `remaining` tokens
+    to go that emits E(w) a round under blocks of w drafts needs remaining / E(w) rounds of T(w) seconds; the w is chosen for
+    which the largest of all rows is smallest. Which row will be last is not known: each counts as if it were as much worse than
+    expected as the worst of n rows is in the mean (n / (n + 1) of the rows' distribution, `RowAcceptance`). Of a single
+    row nothing but the best rate is left. w = 0 is plain decoding, so drafting that does not pay is not done; one draft more
+    than planned is tried every `PROBE` rounds, or what changes would never be noticed.
 
-    *After* drafting, where the confidences are on the host anyway (`cut`): column k is verified while its expected gain,
-    sum_r a[r, k], is worth its time at that price. This is Algorithm 1's marginal test with a theta known beforehand and
-    the convex hull of the times, so a dear first column does not end it, and it is lossless without an order over rows: it
-    reads confidences of positions up to k only. Since a cut can still shorten the block, drafting goes on while a column is
-    worth drafting.
+    *After* drafting, where the confidences are on the host anyway (`cut`): with theta the tokens that all rows are expected to
+    earn in a second of this round, column k is verified while its expected gain, sum_r a[r, k], is worth its time at that
+    price. This is Algorithm 1's marginal test with a theta known beforehand and the convex hull of the times, so a dear first
+    column does not end it, and it is lossless without an order over rows: it reads confidences of positions up to k only. Since
+    a cut can still shorten the block, drafting goes on while a column is worth drafting.
 
     Args:
         draft_seconds: [K + 1], time to draft 0 .. K tokens of every row of this batch.
@@ -177,8 +189,8 @@ class AutoLength:
     """
 
     PROBE = 16
-    # Acceptance nobody measured counts as this many rounds of one row, and a measured one as more; rounds fade by FORGET a round.
-    UNKNOWN, UNKNOWN_ROUNDS, KNOWN_ROUNDS, FORGET = 0.7, 4.0, 64.0, 0.98
+    # Before anything was recorded all rows have as much to do, and more than a block of it.
+    UNKNOWN_REMAINING = 1000
 
     def __init__(
         self,
@@ -190,13 +202,9 @@ class AutoLength:
         cut: bool,
     ) -> None:
         self._draft, self._verify = np.asarray(draft_seconds, np.float64), np.asarray(verify_seconds, np.float64)
-        positions = len(self._draft) - 1
-        known = np.array(acceptance[:positions], dtype=np.float64)
-        prior = np.concatenate([known, np.full(positions - len(known), self.UNKNOWN)])
-        weight = np.where(np.arange(positions) < len(known), self.KNOWN_ROUNDS, self.UNKNOWN_ROUNDS)
-        self._reached, self._accepted = weight, weight * prior
         self._draft_slopes, self._verify_slopes = (np.diff(lower_convex_hull(times)) for times in (self._draft, self._verify))
-        self._rows = rows
+        self._acceptance = RowAcceptance(acceptance, len(self._draft) - 1, rows)
+        self._remaining = np.full(rows, self.UNKNOWN_REMAINING, dtype=np.int64)
         self._rounds = 0
         self._price = 0.0  # theta of the round being drafted: tokens a second of the whole batch
         self.needs_confidence = cut
@@ -209,18 +217,27 @@ class AutoLength:
 
     @property
     def acceptance(self) -> npt.NDArray[np.float64]:
-        """[K] the present estimate of each draft's conditional acceptance."""
-        return np.asarray(self._accepted / self._reached, dtype=np.float64)
+        """[K] the present estimate of each draft's conditional acceptance, for the mean row."""
+        return self._acceptance.pooled
 
     def draft_tokens(self, limit: int) -> int:
         """See the class."""
-        alive = np.concatenate([[1.0], np.cumprod(self.acceptance)])[: limit + 1]
-        rates = self._rows * np.cumsum(alive) / (self._draft + self._verify)[: limit + 1]
-        width = int(rates.argmax())
-        self._price = float(rates[width])
-        if width and self.needs_confidence:
-            worth_drafting = self._rows * alive[1:] > self._price * self._draft_slopes[:limit]
-            width = max(width, int(np.cumprod(worth_drafting).sum()))
+        active = self._remaining > 0
+        remaining = self._remaining[active, None]
+        if not len(remaining):
+            return 0
+        seconds = (self._draft + self._verify)[: limit + 1]
+        worst_of_all = NormalDist().inv_cdf(len(remaining) / (len(remaining) + 1))
+        # Tokens beyond the budget are not emitted: draft k of a row is worth nothing where k tokens or fewer remain.
+        useful = np.arange(1, limit + 1) < remaining
+        rounds = remaining / _emitted(self._acceptance.survival(active, worst_of_all)[:, :limit] * useful)
+        width = int((rounds.max(axis=0) * seconds).argmin())
+        if self.needs_confidence:
+            survival = self._acceptance.survival(active)[:, :limit]
+            self._price = float(_emitted(survival)[:, width].sum() / seconds[width])
+            worth_drafting = survival.sum(axis=0) > self._price * self._draft_slopes[:limit]
+            if width:
+                width = max(width, int(np.cumprod(worth_drafting).sum()))
         return min(limit, width + (self._rounds % self.PROBE == self.PROBE - 1))
 
     def lengths(self, confidence: Tensor | None, available: Tensor, active: Tensor) -> Tensor:
@@ -231,14 +248,13 @@ class AutoLength:
         prices = torch.as_tensor(self._price * self._verify_slopes[: len(gains)], device=gains.device)
         return torch.minimum(available, (gains > prices).long().cumprod(0).sum())
 
-    def record(self, rounds: Sequence[Round]) -> None:
-        """Count which drafts were reached and accepted."""
+    def record(self, rounds: Sequence[Round | None], remaining: Sequence[int]) -> None:
+        """Learn the rows' acceptance, and what is left to do."""
         self._rounds += 1
-        self._rows = max(1, len(rounds))
-        proposed, accepted = (np.array([getattr(a_round, name) for a_round in rounds], dtype=np.int64) for name in ("proposed", "accepted"))
-        position = np.arange(len(self._reached))[:, None]
-        reached = (proposed > position) & (accepted >= position)
-        seen = reached.any(1)
-        fade = np.where(seen, self.FORGET, 1.0)  # what was not tried is not forgotten
-        self._reached = self._reached * fade + reached.sum(1)
-        self._accepted = self._accepted * fade + (reached & (accepted > position)).sum(1)
+        self._remaining = np.array(remaining, dtype=np.int64)
+        self._acceptance.record(rounds)
+
+
+def _emitted(survival: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """[rows, K] -> [rows, K + 1]: tokens that a round of 0 .. K drafts is expected to emit."""
+    return np.cumsum(np.concatenate([np.ones((len(survival), 1)), survival], axis=1), axis=1)

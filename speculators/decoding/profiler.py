@@ -23,7 +23,7 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from speculators.data.default_verifier import cache_folder
-from speculators.decoding.batch import prepare
+from speculators.decoding.batch import Arriving, Batch, prepare
 from speculators.decoding.graph import LENGTH_MULTIPLE
 from speculators.decoding.length_schedules import FixedLength
 from speculators.decoding.proposal import Drafter
@@ -39,9 +39,14 @@ FOLDER = "step-times"
 # The most tokens of a made-up prompt: elsewhere running it would take longer than what is measured.
 LONGEST_PROMPT = {"cuda": 4096}
 REPEATS = 3
-IN_A_ROW = 5  # graphs that are launched one behind the other and timed together
-# Rounds before those that are timed: buffers and kernels of the shape, then on CUDA its graph.
+# Rounds that are launched one behind the other and timed together, where they are graphs.
+IN_A_ROW = 16
+# Rounds before those that are timed: buffers and kernels of the shape, then on CUDA its graph; and there so many seconds of
+# rounds in a row, in which clocks rise and caches fill.
 WARM_UP = {"cuda": 3}
+WARM_UP_SECONDS = 0.05
+# Counts up when what is timed changes: times kept by an earlier version are then measured anew.
+MEASUREMENT = 2
 # A width whose first timed round takes this long is not timed again.
 ENOUGH_SECONDS = 1.0
 
@@ -52,7 +57,8 @@ class RowLengths:
 
     Attributes:
         typical: tokens of the mean row in the middle of its reply: a power of two.
-        longest: positions that attention over a padded cache has to span: a multiple of `LENGTH_MULTIPLE`.
+        longest: positions that attention over a padded cache spans in the middle of the longest row's reply: a multiple of
+            `LENGTH_MULTIPLE`.
     """
 
     typical: int = 64
@@ -62,8 +68,8 @@ class RowLengths:
     def of(cls, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> Self:
         """Of the rows that decode these prompts."""
         lengths = [len(prompt) for prompt in prompts]
-        mean = sum(lengths) / len(lengths) + sampling.max_new_tokens / 2
-        longest = max(lengths) + sampling.max_new_tokens
+        half = sampling.max_new_tokens // 2
+        mean, longest = sum(lengths) / len(lengths) + half, max(lengths) + half
         return cls(max(64, 2 ** round(math.log2(mean))), -(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE)
 
 
@@ -80,7 +86,7 @@ def step_times(
         return StepTimes.load(file)
     except DataError:
         logger.info("measuring the step times of %d rows and up to %d drafts", rows, max_drafts)
-    times = measure(verifier, drafter, (rows,), widths(max_drafts), sampling, lengths)
+    times = measure(verifier, drafter, (rows,), widths(max_drafts, verifier.device), sampling, lengths)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         times.save(file)
@@ -89,10 +95,14 @@ def step_times(
     return times
 
 
-def widths(max_drafts: int) -> tuple[int, ...]:
-    """The drafts to measure: 0, 1, 2, 4, 8 .. and the most."""
-    powers = [2**power for power in range(max_drafts.bit_length()) if 2**power < max_drafts]
-    return (0, *powers, max_drafts)
+def widths(max_drafts: int, device: torch.device) -> tuple[int, ...]:
+    """The drafts to measure: 0, 1, 2, 4, 8 .. and the most.
+
+    On CUDA all of the first 8: times there rise in steps, as tiles of kernels fill, and a width takes a fraction of a second.
+    """
+    powers = [2**power for power in range(max_drafts.bit_length())]
+    first = range(9) if device.type == "cuda" else ()
+    return tuple(sorted({0, max_drafts, *(count for count in (*first, *powers) if count < max_drafts)}))
 
 
 def identity(
@@ -104,6 +114,7 @@ def identity(
         config.model_dump(mode="json", include={"transformer_layer_config", "draft_vocab_size"}) if isinstance(config, BaseModel) else None
     )
     return {
+        "measurement": MEASUREMENT,
         "machine": [device_name(verifier.device), _processor()],
         "versions": [torch.__version__, version("transformers"), version("unified-speculators")],
         "verifier": [verifier.weights.config.get(key) for key in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")],
@@ -112,7 +123,7 @@ def identity(
         "drafter": [type(drafter).__qualname__, shape],
         "rows": rows,
         "lengths": asdict(lengths),
-        "drafts": list(widths(max_drafts)),
+        "drafts": list(widths(max_drafts, verifier.device)),
         "greedy": sampling.greedy,
         "penalty": sampling.repetition_penalty != 1.0,
     }
@@ -158,6 +169,35 @@ class _Forced(FixedLength):
         return self.drafts
 
 
+@dataclass(frozen=True)
+class MadeUpRows:
+    """Tokens of the longest prompt, of all others, and of every reply."""
+
+    longest: int
+    typical: int
+    max_new_tokens: int
+
+
+def made_up_rows(lengths: RowLengths, parts: Sequence[Sequence[int]], device: str, context: int | None) -> MadeUpRows:
+    """Rows whose rounds cost what those of the described rows do.
+
+    The longest row ends where a read of `lengths.longest` positions does, its last block included: with one position more the
+    next multiple would be read. Rows that reach their budget cost what they cost before.
+
+    Args:
+        lengths: of the rows.
+        parts: numbers of drafts that are timed one after the other on the same rows.
+        device: type.
+        context: of the verifier, where it has a limit.
+    """
+    rounds = WARM_UP["cuda"] + (REPEATS + 1) * IN_A_ROW if device == "cuda" else 1 + REPEATS
+    span = min(lengths.longest, context or lengths.longest) - max(max(part) for part in parts) - 1
+    budget = min(2 + max(rounds * sum(count + 1 for count in part) for part in parts), max(128, span - lengths.typical))
+    longest = max(1, min(LONGEST_PROMPT.get(device, 128), span - budget))
+    # Rows grow by about one token a round, since made-up text is hardly ever accepted: they begin half of that shorter.
+    return MadeUpRows(longest, min(longest, max(1, lengths.typical - rounds * len(parts[0]) // 2)), budget)
+
+
 @torch.inference_mode()
 def _measure_batch(
     verifier: Verifier, drafter: Drafter | None, rows: int, drafts: Sequence[int], sampling: SamplingParams, lengths: RowLengths
@@ -167,45 +207,78 @@ def _measure_batch(
     Where a round is a graph its halves cannot be told apart: all is called verifying, and no schedule there asks for more than
     the sum.
     """
-    warm_up = WARM_UP.get(verifier.device.type, 1)
-    budget = 2 + sum(count + 1 for count in drafts) * (warm_up + REPEATS * IN_A_ROW)
-    params = replace(sampling, max_new_tokens=budget, ignore_eos=True, stop_token_ids=None)
-    # The rows grow by about one token a round, since made-up text is hardly ever accepted: they begin half of that shorter.
-    room = verifier.weights.config.get("max_position_embeddings", lengths.longest)
-    most = max(1, min(LONGEST_PROMPT.get(verifier.device.type, 128), room - budget))
-    typical = min(most, max(1, lengths.typical - budget // 2))
-    sizes = [min(most, max(typical, lengths.longest - budget)), *[typical] * (rows - 1)]
+    device, most_drafts = verifier.device.type, max(drafts)
+    # A prefill is cheap on a GPU: rows begin anew for each number of drafts, and are never far from their typical length.
+    parts = [[count] for count in drafts] if device == "cuda" else [list(drafts)]
+    plan = made_up_rows(lengths, parts, device, verifier.weights.config.get("max_position_embeddings"))
     generator = torch.Generator().manual_seed(0)
+    sizes = (plan.longest, *[plan.typical] * (rows - 1))
     prompts = [torch.randint(verifier.vocab_size, (size,), generator=generator).tolist() for size in sizes]
+    params = replace(sampling, max_new_tokens=plan.max_new_tokens, ignore_eos=True, stop_token_ids=None)
     schedule = _Forced()
-    batch = prepare(verifier, drafter, prompts, params, max(drafts), schedule)
-    batch.prefill(prompts)
-    longest = sizes[0] + budget
     measured = []
-    for count in drafts:
-        schedule.drafts = count
-        times: list[tuple[float, float]] = []
-        for number in range(warm_up + REPEATS):
-            batch.longest = longest
-            started = drafted = _now(batch.anchor)
-            rounds = 1
-            if batch.graphs is None:
-                proposed = batch.propose()
-                drafted = _now(batch.anchor)
-                batch.verify(proposed)
-            else:
-                # The engine launches a round before it has looked at the last one: what counts is the time of many in a row.
-                rounds = 1 if number < warm_up else IN_A_ROW
-                for _ in range(rounds):
-                    batch.longest = longest
-                    batch.next_round()
-            times.append(((drafted - started) / rounds, (_now(batch.anchor) - drafted) / rounds))
-            if sum(map(sum, times[warm_up:])) > ENOUGH_SECONDS:
-                break
-        # Without drafts there is nothing to draft but a few tensors to make.
-        draft_seconds = median(draft for draft, _ in times[warm_up:]) if count else 0.0
-        measured.append((draft_seconds, median(verify for _, verify in times[warm_up:])))
+    for part in parts:
+        batch = prepare(verifier, drafter, prompts, params, most_drafts, schedule)
+        batch.prefill(prompts)
+        for count in part:
+            schedule.drafts = count
+            time_rounds = _time_rounds if batch.graphs is None else _time_graphs
+            # Without drafts there is nothing to draft but a few tensors to make.
+            draft_seconds, verify_seconds = time_rounds(batch, plan.longest + plan.max_new_tokens)
+            measured.append((draft_seconds if count else 0.0, verify_seconds))
     return measured
+
+
+def _time_rounds(batch: Batch, longest: int) -> tuple[float, float]:
+    """The two halves of a round that runs eagerly: the median of a few, after one that is not counted.
+
+    Args:
+        batch: after its prefill.
+        longest: a bound of its rows' lengths.
+    """
+    times: list[tuple[float, float]] = []
+    for number in range(1 + REPEATS):
+        batch.longest = longest
+        started = _now(batch.anchor)
+        proposed = batch.propose()
+        drafted = _now(batch.anchor)
+        batch.verify(proposed)
+        if number:
+            times.append((drafted - started, _now(batch.anchor) - drafted))
+        if sum(map(sum, times)) > ENOUGH_SECONDS:
+            break
+    return median(draft for draft, _ in times), median(verify for _, verify in times)
+
+
+def _time_graphs(batch: Batch, longest: int) -> tuple[float, float]:
+    """A round that is a graph, all of it in the second half; arguments as for `_time_rounds`."""
+    for _ in range(WARM_UP.get(batch.anchor.device.type, 1)):
+        batch.longest = longest
+        batch.next_round()
+    warm_until = _now(batch.anchor) + WARM_UP_SECONDS
+    while time.perf_counter() < warm_until:
+        _seconds_in_a_row(batch, longest)
+    times: list[float] = []
+    while len(times) < REPEATS and sum(times) * IN_A_ROW < ENOUGH_SECONDS:
+        times.append(_seconds_in_a_row(batch, longest))
+    return 0.0, median(times)
+
+
+def _seconds_in_a_row(batch: Batch, longest: int) -> float:
+    """Seconds a round, of many that run as the engine runs them: each is launched before the host has looked at the last one.
+
+    The clock starts when the first one's results arrive, so the time of a launch with nothing running is not in it.
+    """
+    batch.longest = longest
+    running, started = Arriving(batch.next_round()), 0.0
+    for _ in range(IN_A_ROW):
+        batch.longest = longest
+        ahead = Arriving(batch.next_round())
+        running.rows()
+        started = started or time.perf_counter()
+        running = ahead
+    running.rows()
+    return (time.perf_counter() - started) / IN_A_ROW
 
 
 def _now(tensor: Tensor) -> float:

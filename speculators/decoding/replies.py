@@ -35,16 +35,24 @@ class Replies:
         """Tokens of the shortest reply that is not finished."""
         return min(len(reply) for reply, reason in zip(self.token_ids, self.finish_reasons, strict=True) if not reason)
 
-    def add(self, arriving: Arriving, *, prefill: bool = False) -> list[Round]:
-        """Append what a round emitted; the prefill's token belongs to no round. Returns the rows' rounds, if they were active."""
-        added = []
+    def remaining(self, max_new_tokens: int) -> list[int]:
+        """Tokens that each row may still get; 0 for finished rows."""
+        return [0 if reason else max_new_tokens - len(reply) for reply, reason in zip(self.token_ids, self.finish_reasons, strict=True)]
+
+    def add(self, arriving: Arriving, *, prefill: bool = False) -> list[Round | None]:
+        """Append what a round emitted; the prefill's token belongs to no round.
+
+        Returns:
+            What the round did to each row; None for rows that were finished before.
+        """
+        added: list[Round | None] = [None] * len(self.token_ids)
         for row, (proposed, accepted, emitted, stopped, finished, *tokens) in enumerate(arriving.rows()):
             if self.finish_reasons[row]:
                 continue
             self.token_ids[row] += tokens[:emitted]
             if not prefill:
-                added.append(Round(proposed, accepted, emitted))
-                self.rounds[row].append(added[-1])
+                this_round = added[row] = Round(proposed, accepted, emitted)
+                self.rounds[row].append(this_round)
             if finished:
                 self.finish_reasons[row] = "stop" if stopped else "length"
             if self._on_tokens is not None:

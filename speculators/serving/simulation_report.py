@@ -13,7 +13,8 @@ import numpy as np
 from speculators.decoding.calibration import ALL_DOMAINS
 from speculators.decoding.step_times import StepTimes
 from speculators.errors import ConfigError, DataError
-from speculators.serving.simulator import KIND, DrafterProfile, Simulation
+from speculators.serving.drafter_profile import DrafterProfile
+from speculators.serving.simulator import KIND, Simulation
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

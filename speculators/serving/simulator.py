@@ -2,7 +2,7 @@
 
 Each GPU batches continuously: requests join at the end of a step, first come first served, up to `max_batch`; a new request goes
 to the GPU with the fewest requests. A step drafts, verifies and takes as long as `StepTimes` say; each row's drafts are accepted
-as its confidences say, which calibration made true. Not simulated: prefill, memory, and the network.
+as its confidences say, which calibration or measurement made true. Not simulated: prefill, memory, and the network.
 
 All that comes out is of kind "simulated".
 """
@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -23,45 +22,11 @@ import torch
 
 from speculators.decoding.batch_schedule import num_speculative_tokens_per_batch_size
 from speculators.decoding.scheduling import prefix_schedule
-from speculators.decoding.step_times import StepTimes
 from speculators.errors import ConfigError
+from speculators.serving.drafter_profile import DrafterProfile, RoundDraws
 from speculators.serving.workload import Floats, Ints, Workload
 
 KIND = "simulated"
-
-
-@dataclass(frozen=True)
-class DrafterProfile:
-    """What the simulator knows of a drafter.
-
-    Attributes:
-        name: for tables.
-        confidence: [n, K] calibrated conditional acceptances of measured rounds, drawn with replacement; one row for acceptance
-            that is the same in every round.
-        times: of rounds with this drafter.
-
-    Raises:
-        ConfigError: a confidence is no probability.
-    """
-
-    name: str
-    confidence: Floats
-    times: StepTimes
-
-    def __post_init__(self) -> None:
-        if self.confidence.ndim != 2 or not self.confidence.size or not ((self.confidence >= 0) & (self.confidence <= 1)).all():
-            raise ConfigError(f"drafter {self.name!r}: confidences must be [rounds, drafts] probabilities, at least one")
-
-    @property
-    def max_drafts(self) -> int:
-        """K of the measured rounds."""
-        return int(self.confidence.shape[1])
-
-    @property
-    def acceptance(self) -> list[float]:
-        """[K] conditional acceptance over all rounds: survival of draft k / survival of the one before."""
-        alive = np.concatenate([[1.0], np.cumprod(self.confidence, axis=1).mean(axis=0)])
-        return [float(after / before) if before else 0.0 for before, after in pairwise(alive)]
 
 
 class Policy(Protocol):
@@ -236,6 +201,7 @@ def simulate(
         raise ConfigError(f"{gpus} GPUs with batches of {max_batch}: both must be at least 1")
     generator = np.random.default_rng(seed)
     count = len(workload)
+    draws = RoundDraws(profile, count, generator)
     arrival = workload.arrival.copy()
     start, first_token, finish = np.zeros(count), np.full(count, np.nan), np.zeros(count)
     cluster = [_Gpu() for _ in range(gpus)]
@@ -271,11 +237,7 @@ def simulate(
         gpu.running = rows > 0
         if not rows:
             return
-        confidence = profile.confidence
-        if len(confidence) > 1:
-            confidence = confidence[generator.integers(0, len(confidence), rows)]
-        else:
-            confidence = np.broadcast_to(confidence, (rows, confidence.shape[1]))
+        confidence = draws.confidence(gpu.request)
         drafted, lengths = policy.lengths(confidence)
         mean_length = float(lengths.mean()) if packed else float(lengths.max())
         seconds = step_seconds(gpu.width, drafted, mean_length)
