@@ -134,6 +134,8 @@ def step_work(speculator: Speculator, shape: Shape, batch: TrainingBatch, method
         layout = ChainLayout.of(anchors, counts)
         elements, rows = sum(counts[1:]), sum(counts)
         linear = 6 * sum(size(layer) for layer in layers) * (shape.tokens + elements)
+        alike = layers[0].self_attn  # mask slots enter the first layer alike
+        linear -= 6 * (size(alike.q_proj) + size(alike.k_proj) + size(alike.v_proj)) * elements
         pairs = visible_pairs(layout.visible(None)) + visible_pairs(visible_documents(batch.position_ids))
         teacher_rows = anchors.index.shape[1]
     else:
