@@ -276,7 +276,7 @@ class InputFusion(Speculator):
         following = batch.input_ids.roll(-1, dims=1)
         mask_token_id = getattr(self.config, "mask_token_id", None)
         if mask_token_id is not None:
-            following[:, -1] = mask_token_id
+            following[:, -1].fill_(mask_token_id)
         rotation = self._rotary(batch.position_ids)
         x, embedding = self.fuse(batch.hidden_states), self.embed(following)
         keys: list[Tensor] = []
