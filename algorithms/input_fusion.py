@@ -125,11 +125,13 @@ class DepthZero:
     Attributes:
         hidden: [R, S, hidden], output of the last layer, before the final norm.
         keys, values: one [R, S, key/value heads, head_dim] tensor a layer: the context of all deeper slots.
+        mask_embedding: [hidden] of the mask token, for drafters that have one.
     """
 
     hidden: Tensor
     keys: list[Tensor]
     values: list[Tensor]
+    mask_embedding: Tensor | None = None
 
 
 class InputFusion(Speculator):
@@ -269,9 +271,13 @@ class InputFusion(Speculator):
     def depth_zero(self, batch: TrainingBatch) -> DepthZero:
         """Run the real pairs of a packed batch through all layers, causally inside each document.
 
-        The last token of a row has no successor; its slot is computed with a placeholder that nothing looks at.
+        The last token of a row has no successor; its slot is computed with a placeholder that nothing looks at. Where there is a
+        mask token, that is the placeholder: every lookup makes a gradient as large as the table, so one serves both.
         """
         following = batch.input_ids.roll(-1, dims=1)
+        mask_token_id = getattr(self.config, "mask_token_id", None)
+        if mask_token_id is not None:
+            following[:, -1].fill_(mask_token_id)
         rotation = self._rotary(batch.position_ids)
         x, embedding = self.fuse(batch.hidden_states), self.embed(following)
         keys: list[Tensor] = []
@@ -289,7 +295,7 @@ class InputFusion(Speculator):
                 return attention(query, None, None, key, value, visible[window])
 
             x = run_layer(layer, x, rotation, attend, embedding, checkpointing=self.config.training_options.activation_checkpointing)
-        return DepthZero(x, keys, values)
+        return DepthZero(x, keys, values, None if mask_token_id is None else embedding[0, -1])
 
     @staticmethod
     def at_pairs(values: Tensor, anchors: Anchors) -> Tensor:

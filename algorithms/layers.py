@@ -149,22 +149,24 @@ class Attention(nn.Module):
         return heads
 
     def query(self, x: Tensor, rotation: Rotation) -> Tensor:
-        """[..., input] -> [..., heads, head_dim], rotated."""
+        """[..., input] -> [..., heads, head_dim], rotated. One vector for all of the rotation's tokens is projected once."""
         return self._rotated(self._heads(self.q_proj(x)), self.q_norm, rotation)
 
     def key_value(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """[..., input] -> keys (rotated) and values, [..., key/value heads, head_dim]."""
-        return self._rotated(self._heads(self.k_proj(x)), self.k_norm, rotation), self._heads(self.v_proj(x))
+        key = self._rotated(self._heads(self.k_proj(x)), self.k_norm, rotation)
+        return key, self._heads(self.v_proj(x)).expand_as(key)
 
     def together(self, x: Tensor, rotation: Rotation, cache: CacheSlots | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """`query` and `key_value` of the same tokens, in two launches where their weights lie together and no gradient is recorded.
 
         Args:
-            x: [rows, ..., input].
+            x: [rows, ..., input]; [1, ..., 1, input] where it is one vector for all tokens.
             rotation: of the tokens' positions.
             cache: where keys and values are also written.
         """
-        weights = None if torch.is_grad_enabled() else joined((self.q_proj, self.k_proj, self.v_proj))
+        alike = x.shape[:-1] != rotation.cosine.shape[:-2]
+        weights = None if torch.is_grad_enabled() or alike else joined((self.q_proj, self.k_proj, self.v_proj))
         if weights is None:
             query, (key, value) = self.query(x, rotation), self.key_value(x, rotation)
             if cache is not None:
@@ -181,10 +183,12 @@ class Attention(nn.Module):
 
     @staticmethod
     def _rotated(heads: Tensor, norm: RMSNorm | None, rotation: Rotation) -> Tensor:
+        tokens = torch.broadcast_shapes(heads.shape[:-2], rotation.cosine.shape[:-2])
         if norm is None or torch.is_grad_enabled():
-            return rotation.apply(heads if norm is None else norm(heads))
+            normed = heads if norm is None else norm(heads)
+            return rotation.apply(normed.expand(*tokens, -1, -1))
         assert norm.eps is not None
-        return rotate_heads(heads, rotation.cosine, rotation.sine, norm.weight, norm.eps)
+        return rotate_heads(heads.expand(*tokens, -1, -1), rotation.cosine, rotation.sine, norm.weight, norm.eps)
 
 
 class FeedForward(nn.Module):
@@ -268,7 +272,8 @@ class DecoderLayer(nn.Module):
             x: [..., hidden].
             rotation: of the tokens' positions.
             attend: attention over the tokens' own keys and values and their context.
-            embedding: [..., hidden] token embeddings, for a layer that fuses them.
+            embedding: [..., hidden] token embeddings, for a layer that fuses them. Where all tokens are alike but for their
+                positions, x and embedding may be [1, ..., 1, hidden]: what comes before attention is computed once.
             recompute_feed_forward: see `run_layer`.
         """
         stream = ResidualStream(x)

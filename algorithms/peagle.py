@@ -258,6 +258,12 @@ class PEagle(InputFusion):
         mask = torch.full((1,), self.config.mask_token_id, device=self.mask_hidden.device)
         return self.fuse(self.mask_hidden[0, 0]), self.embed(mask)[0]
 
+    def _training_streams(self, batch: TrainingBatch) -> tuple[DepthZero, Tensor, Tensor]:
+        """Depth 0, and what `masked_inputs` returns, of one lookup in the embedding."""
+        stream = self.depth_zero(batch)
+        assert stream.mask_embedding is not None
+        return stream, self.fuse(self.mask_hidden[0, 0]), stream.mask_embedding
+
     def training_loss(self, batch: TrainingBatch) -> LossOutput:
         """The objective on COD-sampled chains of every row; see `Speculator.training_loss`."""
         return self.loss_at(batch, Anchors.sample(batch, self.config.training_options.anchors))
@@ -268,7 +274,7 @@ class PEagle(InputFusion):
         Depth 0 runs once. Its last hidden states, keys and values are the context of every chain, and the chains'
         gradients on them go back through it once.
         """
-        stream, (mask_hidden, mask_embedding) = self.depth_zero(batch), self.masked_inputs()
+        stream, mask_hidden, mask_embedding = self._training_streams(batch)
         options, chains = self.config.training_options, anchors.index.shape[1]
         counts, number = depth_counts(chains, options.num_depths, options.keep_rate), min(options.segments, chains)
         segments = [ChainLayout.of(anchors.part(s, number), [len(range(s, count, number)) for count in counts]) for s in range(number)]
@@ -313,7 +319,7 @@ class PEagle(InputFusion):
         """Outputs [R, N, num_depths, hidden] after the final norm; elements that COD cuts off hold zeros."""
         options = self.config.training_options
         segment = ChainLayout.of(anchors, depth_counts(anchors.index.shape[1], options.num_depths, options.keep_rate))
-        return segment.dense(self._chain_outputs(segment, self.depth_zero(batch), *self.masked_inputs()))
+        return segment.dense(self._chain_outputs(segment, *self._training_streams(batch)))
 
     def _chain_outputs(self, segment: ChainLayout, stream: DepthZero, mask_hidden: Tensor, mask_embedding: Tensor) -> Tensor:
         """Outputs [R, E, hidden] of a segment's elements after the final norm."""
@@ -324,10 +330,12 @@ class PEagle(InputFusion):
         return normed
 
     def _deeper_depths(self, segment: ChainLayout, stream: DepthZero, mask_hidden: Tensor, mask_embedding: Tensor) -> Tensor:
-        """Mask slots of depths 1 and on, [R, deeper elements, hidden] before the final norm."""
+        """Mask slots of depths 1 and on, [R, deeper elements, hidden] before the final norm.
+
+        They enter the first layer alike, so its queries, keys and values are projected once and differ by rotation only.
+        """
         rotation = self._rotary(segment.anchors.position.gather(1, segment.chain) - 1 + segment.depth)
-        hidden, embedding = (x.expand(*segment.chain.shape, -1) for x in (mask_hidden, mask_embedding))
-        x = hidden
+        x, embedding = mask_hidden[None, None], mask_embedding[None, None]
         visible: dict[int | None, VisibleKeys] = {}
         for number, layer in enumerate(self.decoder_layers()):
             window = self.config.layers.window(number)

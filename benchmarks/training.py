@@ -8,12 +8,12 @@
 Shapes are those of Qwen3-8B (hidden 4096, feed-forward 12288, 32 query and 8 key heads of 128, vocabulary 151,936) on a GPU and
 tiny ones on the CPU, where a run only shows that everything works.
 
-`step` includes zeroing, clipping and AdamW, with bfloat16 products over float32 weights. Our step is timed as a CUDA graph, as the
-trainer runs it, and its memory read off a step launched eagerly (`eager_milliseconds`). Memory above states is the peak minus 16
-bytes a trainable parameter (weight, gradient, two moments) and 2 a frozen one. `--peer NAME=COMMAND` runs another library's script
-in its own environment and reads the lines "... 368.0 ms peak 43.00 GiB" that it prints a step, the first three left out; its states
-count by the same formula, from the "trainable=" line. `--peer-log NAME=FILE` reads such lines from a file: scripts that compile for
-minutes can do so side by side before anything is timed.
+`step` is the trainer's own, from hidden states to updated weights: it includes clipping and AdamW, with bfloat16 products over
+float32 weights. It is timed as a CUDA graph, and launched eagerly (`eager_milliseconds`), where its memory is read. Memory above
+states is the peak minus 16 bytes a trainable parameter (weight, gradient, two moments) and 2 a frozen one. `--peer NAME=COMMAND` runs
+another library's script in its own environment and reads the lines "... 368.0 ms peak 43.00 GiB" that it prints a step, the first
+three left out; its states count by the same formula, from the "trainable=" line. `--peer-log NAME=FILE` reads such lines from a file:
+scripts that compile for minutes can do so side by side before anything is timed.
 
 `long` is P-EAGLE with 8 depths on one row. What 65,536 tokens take with four segments, from the shapes: states 23.5 GB for 1.47
 billion trainable parameters; embedding and head 2.5; hidden states of the row 2.2; activations of depth 0, about 110 KB a token and
@@ -24,16 +24,18 @@ hidden states of depth 0 3.2); chunks of logits, casts and temporaries 4. Sum: 9
 from __future__ import annotations
 
 import argparse
+import gc
 import re
 import shlex
 import statistics
 import subprocess
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Report, Work, measure, measured_ceilings
+from harness import Report, Timing, Work, measure, measured_ceilings
 from torch import Tensor
 from torch.profiler import ProfilerActivity
 from training_operations import (
@@ -52,6 +54,12 @@ from speculators.kernels.visible_keys import visible_blocks, visible_documents
 from speculators.registry import get_algorithm
 from speculators.speculator import Speculator, VerifierWeights
 from speculators.training.batch import TrainingBatch
+from speculators.training.config import TrainingConfig
+from speculators.training.graph import Capture
+from speculators.training.optimizer import DrafterOptimizer
+from speculators.training.parallel import parallelise
+from speculators.training.step import TrainingStep
+from speculators.training.world import World
 
 METHODS: dict[str, dict[str, Any]] = {
     "peagle": {"num_layers": 4, "num_draft_tokens": 8, "draft_vocab_size": True, "training": {"keep_rate": 0.69}},
@@ -126,6 +134,8 @@ def step_work(speculator: Speculator, shape: Shape, batch: TrainingBatch, method
         layout = ChainLayout.of(anchors, counts)
         elements, rows = sum(counts[1:]), sum(counts)
         linear = 6 * sum(size(layer) for layer in layers) * (shape.tokens + elements)
+        alike = layers[0].self_attn  # mask slots enter the first layer alike
+        linear -= 6 * (size(alike.q_proj) + size(alike.k_proj) + size(alike.v_proj)) * elements
         pairs = visible_pairs(layout.visible(None)) + visible_pairs(visible_documents(batch.position_ids))
         teacher_rows = anchors.index.shape[1]
     else:
@@ -143,50 +153,73 @@ def step_work(speculator: Speculator, shape: Shape, batch: TrainingBatch, method
     return Work(flops=fc + linear + attention_flops + loss), rows
 
 
+class StaticRow:
+    """The one packed row that every step trains on."""
+
+    num_rows = 1
+
+    def __init__(self, batch: TrainingBatch) -> None:
+        self._batch = batch
+
+    def batch(self, index: Tensor) -> TrainingBatch:
+        """See `HiddenStateSource.batch`."""
+        return self._batch
+
+
+def training_step(method: str, speculator: Speculator, batch: TrainingBatch, dtype: torch.dtype, capture: Capture) -> TrainingStep:
+    """The trainer's step on one row."""
+    precision = "float32" if dtype == torch.float32 else "bfloat16"
+    config = TrainingConfig(method=method, steps=1000, rows_per_step=1, learning_rate=1e-4, precision=precision, progress=False)
+    world = World()
+    parallel = parallelise(speculator, world, config.parallel, dtype)
+    optimizer = DrafterOptimizer(speculator, config, parallel.sharding, world)
+    return TrainingStep(parallel, StaticRow(batch), None, optimizer, config, dtype, capture)
+
+
 def benchmark_step(
     method: str, shape: Shape, report: Report, repetitions: int = 8, graph: bool = True, trace: Path | None = None, **training: Any
 ) -> None:
     """One optimizer step of one method on one packed row; `trace` is where the table of its kernels goes."""
     device = report.device
+    gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
     speculator = build(method, shape, device, **training)
     batch = random_batch(shape, 3, device)
-    parameters = [p for p in speculator.parameters() if p.requires_grad]
     cuda = device.type == "cuda"
-    optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True, capturable=cuda)
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    trainable = sum(p.numel() for p in parameters)
+    trainable = sum(p.numel() for p in speculator.parameters() if p.requires_grad)
     frozen = speculator.verifier.embedding.numel() + speculator.verifier.head.numel()
 
-    def step() -> None:
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=shape.dtype != torch.float32, cache_enabled=False):
-            loss = speculator.training_loss(batch).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
+    def timed(capture: Capture, count: int) -> tuple[Timing, Callable[[], None]]:
+        whole = training_step(method, speculator, batch, shape.dtype, capture)
+
+        def step() -> None:
+            whole.run(0, torch.zeros(1, dtype=torch.int64), 1e-4)
+
+        return measure(step, device=device, repetitions=count, cold_cache=False), step
 
     work, rows = step_work(speculator, shape, batch, method)
     facts: dict[str, Any] = {"tokens": shape.tokens, "loss_rows": rows, "trainable_millions": trainable / 1e6, **training}
     try:
-        timing = eager = measure(step, device=device, repetitions=repetitions if cuda else 2, cold_cache=False)
+        eager, step = timed(Capture(device, enabled=False), repetitions if cuda else 2)
+        timing = eager
+        if trace is not None:
+            with torch.profiler.profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as profiled:
+                step()
+            order = "self_cuda_time_total" if cuda else "self_cpu_time_total"
+            trace.write_text(profiled.key_averages().table(sort_by=order, row_limit=40, max_name_column_width=90))
         if cuda and graph:
-            # Leaves the pool in which the eager step kept its activations; a graph has one of its own.
+            # The eager step's moments and the pool in which it kept its activations go: a graph has a pool of its own.
+            del step
+            gc.collect()
             torch.cuda.empty_cache()
-            timing = measure(step, device=device, repetitions=repetitions, cold_cache=False, graph=True)
+            timing, _ = timed(Capture(device), repetitions)
     except torch.OutOfMemoryError:
         report.add(f"{method} (ours)", None, work=work, **facts, note="out of memory")
         return
     above = None if eager.peak_total_bytes is None else eager.peak_total_bytes - 16 * trainable - 2 * frozen
     memory = {"total_peak_bytes": eager.peak_total_bytes, "above_states_bytes": above, "eager_milliseconds": eager.milliseconds}
     report.add(f"{method} (ours)", replace(timing, peak_bytes=eager.peak_bytes), work=work, **facts, **memory)
-    if trace is not None:
-        with torch.profiler.profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as profiled:
-            step()
-        order = "self_cuda_time_total" if cuda else "self_cpu_time_total"
-        trace.write_text(profiled.key_averages().table(sort_by=order, row_limit=40, max_name_column_width=90))
 
 
 def run_peer(name: str, command: str, shape: Shape, report: Report) -> None:

@@ -28,7 +28,7 @@ otherwise, is taken against q renormalised to the draft vocabulary. Draft logits
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -91,10 +91,6 @@ class _Task:
     l1: float
     kl: float
     chunks: list[Chunk]
-    largest_chunk: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "largest_chunk", max((len(chunk.rows) for chunk in self.chunks), default=0))
 
     def label_columns(self, chunk: Chunk, teacher_choice: Tensor) -> tuple[Tensor, Tensor]:
         """Columns of a chunk's labels among the draft logits, and whether they are there; `teacher_choice` is [n]."""
@@ -355,7 +351,8 @@ def _kernel(task: _Task, inputs: list[Tensor], with_gradient: bool) -> _Result:
     draft_size, teacher_size = len(draft_head.weight), len(head.weight)
     # Where nothing comes between W h and M f, the bias is added to the logits; a capped or scaled head keeps the two apart.
     apart = bool(bias) and (head.softcap is not None or head.scale != 1.0)
-    draft_buffer, teacher_buffer = (hidden.new_empty(task.largest_chunk, size) for size in (draft_size, teacher_size))
+    draft_buffer = hidden.new_empty(max(len(chunk.rows) for chunk in task.chunks), draft_size)
+    teacher_buffer = hidden.new_empty(max(len(chunk.teacher_rows) for chunk in task.chunks), teacher_size)
     bias_buffer = torch.empty_like(draft_buffer) if apart else draft_buffer
     for chunk in task.chunks:
         count = len(chunk.rows)
@@ -530,7 +527,7 @@ def distillation_loss(
         logit_softcap: cap c of c * tanh(logits / c), or None.
         head_bias: [V] or None.
         draft_rows: [Vd] int64 different verifier ids, the reduced draft vocabulary, or None where Vd = V.
-        chunk_rows: rows a chunk; None keeps a chunk of logits near 0.5 GB on a GPU, 32 MB elsewhere.
+        chunk_rows: rows a chunk; None keeps the draft and teacher logits of a chunk near 0.5 GB on a GPU, 64 MB elsewhere.
         implementation: "auto" takes the kernel on CUDA below float64.
 
     Raises:
@@ -545,12 +542,13 @@ def distillation_loss(
     accurate = torch.promote_types(head.dtype, torch.float32)
     dtype = head.dtype if use_kernel else accurate
     frozen = FrozenHead(head.detach(), head_bias, float(logit_scale), logit_softcap).to(dtype)
+    draft_head = frozen.select(draft_rows)
     used = weights != 0
     if teacher_rows is None:
         teacher_rows = torch.arange(len(hidden), device=hidden.device)
     task = _Task(
         frozen,
-        frozen.select(draft_rows),
+        draft_head,
         draft_rows,
         teacher_hidden.detach().to(dtype),
         None if labels is None else labels.contiguous(),
@@ -559,7 +557,7 @@ def distillation_loss(
         float(cross_entropy),
         float(l1),
         float(kl),
-        row_chunks(used, teacher_rows, chunk_rows=chunk_rows or frozen.default_chunk_rows(), block_rows=block_rows),
+        row_chunks(used, teacher_rows, chunk_rows=chunk_rows or frozen.default_chunk_rows(len(draft_head.weight)), block_rows=block_rows),
     )
     inputs = [hidden.to(dtype)]
     if bias_factors is not None and bias_head is not None:

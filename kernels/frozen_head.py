@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Bytes of one chunk of logits. Two or three such chunks live at a time; on the CPU autograd keeps a few more.
-_CHUNK_BYTES = {"cuda": 1 << 29, "cpu": 1 << 25}
+# Bytes of a chunk's logits, the drafter's and the teacher's together; on the CPU autograd keeps a few more of them.
+_CHUNK_BYTES = {"cuda": 1 << 29, "cpu": 1 << 26}
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,14 @@ class FrozenHead:
             logits = self.softcap * torch.tanh(logits / self.softcap)
         return logits
 
-    def default_chunk_rows(self) -> int:
-        """Rows whose logits fill a chunk: about 0.5 GB on a GPU, 32 MB elsewhere; whole GPU tiles where that allows."""
-        rows = _CHUNK_BYTES.get(self.weight.device.type, _CHUNK_BYTES["cpu"]) // (len(self.weight) * self.weight.element_size())
+    def default_chunk_rows(self, draft_size: int) -> int:
+        """Rows whose logits fill a chunk: about 0.5 GB on a GPU, 64 MB elsewhere; whole GPU tiles where that allows.
+
+        Args:
+            draft_size: columns of the drafter's logits. A row may need a teacher row of its own.
+        """
+        row_bytes = (len(self.weight) + draft_size) * self.weight.element_size()
+        rows = _CHUNK_BYTES.get(self.weight.device.type, _CHUNK_BYTES["cpu"]) // row_bytes
         return rows // 128 * 128 if rows >= 128 else max(rows, 1)
 
 

@@ -111,7 +111,10 @@ class _FeedForward(torch.autograd.Function):
 
 def _weight_gradient(gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     # reshape and not flatten: a single vector, such as P-EAGLE's shared state, is one token
-    return (gradient.reshape(-1, gradient.shape[-1]).T @ x.reshape(-1, x.shape[-1])).to(weight.dtype)
+    rows, columns = gradient.reshape(-1, gradient.shape[-1]).T, x.reshape(-1, x.shape[-1])
+    if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and weight.dtype == torch.float32:
+        return torch.mm(rows, columns, out_dtype=torch.float32)  # as the product sums it: not rounded first, and not copied
+    return (rows @ columns).to(weight.dtype)
 
 
 # -- silu(gate) * up ---------------------------------------------------------------------------------------------

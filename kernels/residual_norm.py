@@ -136,7 +136,7 @@ def add_rms_norm(
     """Add a sublayer's output to the residual stream and norm the sum. The reference is differentiable, the kernel is not.
 
     Args:
-        x, update: [..., size], any strides but that of the last axis.
+        x, update: [..., size], any strides but that of the last axis; x may be one vector for all tokens.
         weight: [size] of the norm.
         epsilon: of the norm.
         implementation: "auto" takes the kernel on CUDA below float64 where no gradient is recorded.
@@ -147,8 +147,8 @@ def add_rms_norm(
     if not _use_kernel(implementation, x):
         total = x + update
         return total, _norm(total, weight, epsilon)
-    rows, summands, size = _tokens(x), _tokens(update), x.shape[-1]
-    total = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, update.dtype), device=x.device)
+    rows, summands, size = _tokens(x.expand_as(update)), _tokens(update), x.shape[-1]
+    total = torch.empty(update.shape, dtype=torch.promote_types(x.dtype, update.dtype), device=x.device)
     normed = torch.empty_like(total)
     with torch.cuda.device_of(x):
         _add_rms_norm_kernel[(len(rows),)](

@@ -86,6 +86,7 @@ def test_a_step_can_be_captured_whole(method: str, cache_states: bool, optimizer
     step.run(0, torch.arange(4), 1e-3)  # warm-up: sums and tables are made at the first call
     step.evaluate()
     with NoHost() as host:
+        step.first_micro_batch()
         step.micro_batch()
         step.update()
         step.evaluation_batch()

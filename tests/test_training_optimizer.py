@@ -10,8 +10,10 @@ import torch
 from safetensors import safe_open
 from tiny_models import tiny_verifier
 from tiny_training import DRAFTERS, packed_rows, tiny_config
+from torch import Tensor
 
 from speculators.errors import CheckpointError, ConfigError
+from speculators.kernels.adamw import adamw_step
 from speculators.registry import get_algorithm
 from speculators.speculator import Speculator
 from speculators.training.muon import orthogonalise
@@ -81,6 +83,41 @@ def test_a_scaled_learning_rate_scales_the_first_adamw_step() -> None:
         # AdamW's first step is the learning rate times the gradient's sign.
         expected = 0.25e-2 if name.startswith("slots.1") else 1e-2
         torch.testing.assert_close(before[name] - value, torch.full_like(value, expected), rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+def test_an_update_scales_the_gradient_counts_its_steps_and_equals_that_of_torch(implementation: Any) -> None:
+    pytest.importorskip("triton")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(3, 700), (5,), (1, 1, 2)]
+    ours = [torch.randn(shape, generator=generator).to(device) for shape in shapes]
+    theirs = [torch.nn.Parameter(tensor.double()) for tensor in ours]
+    expected = torch.optim.AdamW(theirs, lr=1e-2, weight_decay=0.3, betas=(0.8, 0.97))
+    moments = [[torch.zeros_like(tensor) for tensor in ours] for _ in range(2)]
+    steps = [torch.zeros((), device=device) for _ in ours]
+
+    def update(gradients: list[Tensor], skip: float) -> None:
+        adamw_step(
+            *(ours, gradients, *moments, steps),
+            learning_rate=torch.tensor(1e-2, device=device),
+            weight_decay=0.3,
+            betas=(0.8, 0.97),
+            scale=torch.tensor(0.25, device=device),
+            skip=torch.tensor(skip, device=device),
+            implementation=implementation,
+        )
+
+    for _ in range(4):
+        gradients = [torch.randn(shape, generator=generator).to(device) for shape in shapes]
+        for parameter, gradient in zip(theirs, gradients, strict=True):
+            parameter.grad = gradient.double() / 4
+        update(gradients, skip=0.0)
+        expected.step()
+        update([torch.full_like(tensor, float("nan")) for tensor in ours], skip=1.0)
+    assert [float(step) for step in steps] == [4.0] * 3
+    for parameter, tensor in zip(theirs, ours, strict=True):
+        torch.testing.assert_close(tensor.double(), parameter.detach(), rtol=1e-5, atol=2e-6)
 
 
 def test_orthogonalised_matrices_keep_their_singular_vectors_and_lose_their_singular_values() -> None:

@@ -20,13 +20,15 @@ _ALIGNMENT = 128  # float32 values: 512 bytes, what vectorised kernels like
 
 
 class Gradients(Protocol):
-    """Static tensors that every backward pass adds to.
+    """Where the backward passes of a step leave their sum: in the `.grad` of the optimizer's parameters."""
 
-    Attributes:
-        tensors: this process's gradients, aligned with the optimizer's parameters.
-    """
+    def begin(self) -> None:
+        """Begin a new step: what a backward pass left before is gone."""
+        ...
 
-    tensors: list[Tensor]
+    def complete(self) -> None:
+        """After the step's first backward pass: parameters that it did not reach have a gradient of zeros."""
+        ...
 
     def begin_last(self) -> None:
         """The next backward pass is the step's last one in this process: what it finishes may be sent at once."""
@@ -40,9 +42,48 @@ class Gradients(Protocol):
         """Norm of the whole gradient, after `reduce`. Scalar float32, the same in every process."""
         ...
 
-    def zero(self) -> None:
-        """Begin a new step."""
+    def release(self) -> None:
+        """After the update: nobody needs the gradient any more."""
         ...
+
+
+class FreshGradients:
+    """The gradients of a process that is alone: those that the first backward pass makes, taken as they are.
+
+    Autograd hands over what it computed, so nothing is filled with zeros and added to, and between the update and the backward
+    pass there are no gradients at all. Captured in a CUDA graph they lie in the graph's memory, at the same place in every replay.
+
+    Args:
+        parameters: trainable ones.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+
+    def begin(self) -> None:
+        """See `Gradients.begin`."""
+        self.release()
+
+    def complete(self) -> None:
+        """See `Gradients.complete`."""
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+
+    def begin_last(self) -> None:
+        """See `Gradients.begin_last`."""
+
+    def reduce(self) -> None:
+        """See `Gradients.reduce`."""
+
+    def norm(self) -> Tensor:
+        """See `Gradients.norm`."""
+        return torch.nn.utils.get_total_norm([parameter.grad for parameter in self._parameters if parameter.grad is not None])
+
+    def release(self) -> None:
+        """See `Gradients.release`."""
+        for parameter in self._parameters:
+            parameter.grad = None
 
 
 class ReplicatedGradients:
@@ -78,11 +119,16 @@ class ReplicatedGradients:
             flat = torch.zeros(sum(lengths), device=bucket[0].device)
             for parameter, part in zip(bucket, flat.split(lengths), strict=True):
                 parameter.grad = part[: parameter.numel()].view_as(parameter)
-                if world.size > 1:
-                    parameter.register_post_accumulate_grad_hook(lambda _, number=number: self._finished(number))
+                parameter.register_post_accumulate_grad_hook(lambda _, number=number: self._finished(number))
             self._buckets.append(flat)
             self._sizes.append(len(bucket))
-        self.tensors = [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+    def begin(self) -> None:
+        """See `Gradients.begin`."""
+        torch._foreach_zero_(self._buckets)
+
+    def complete(self) -> None:
+        """See `Gradients.complete`."""
 
     def begin_last(self) -> None:
         """See `Gradients.begin_last`."""
@@ -102,8 +148,6 @@ class ReplicatedGradients:
     def reduce(self) -> None:
         """See `Gradients.reduce`."""
         self._sending = False
-        if self._world.size == 1:
-            return
         while len(self._sent) < len(self._buckets):
             self._send()
         for work in self._sent:
@@ -114,9 +158,8 @@ class ReplicatedGradients:
         """See `Gradients.norm`."""
         return torch.nn.utils.get_total_norm(self._buckets)
 
-    def zero(self) -> None:
-        """See `Gradients.zero`."""
-        torch._foreach_zero_(self._buckets)
+    def release(self) -> None:
+        """See `Gradients.release`."""
 
 
 class ShardedGradients:
@@ -132,14 +175,21 @@ class ShardedGradients:
         from torch.distributed.tensor import DTensor
 
         self._world = world
-        self.tensors = []
+        self._tensors: list[Tensor] = []
         for parameter, own in zip(parameters, local, strict=True):
             assert isinstance(parameter, DTensor)
             own.grad = torch.zeros_like(own, requires_grad=False)
             parameter.grad = DTensor.from_local(
                 own.grad, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
             )
-            self.tensors.append(own.grad)
+            self._tensors.append(own.grad)
+
+    def begin(self) -> None:
+        """See `Gradients.begin`."""
+        torch._foreach_zero_(self._tensors)
+
+    def complete(self) -> None:
+        """See `Gradients.complete`."""
 
     def begin_last(self) -> None:
         """See `Gradients.begin_last`."""
@@ -149,9 +199,8 @@ class ShardedGradients:
 
     def norm(self) -> Tensor:
         """See `Gradients.norm`."""
-        own = torch.nn.utils.get_total_norm([tensor for tensor in self.tensors if tensor.numel()] or [self.tensors[0].new_zeros(1)])
+        own = torch.nn.utils.get_total_norm([tensor for tensor in self._tensors if tensor.numel()] or [self._tensors[0].new_zeros(1)])
         return self._world.sum_(own.square()).sqrt()
 
-    def zero(self) -> None:
-        """See `Gradients.zero`."""
-        torch._foreach_zero_(self.tensors)
+    def release(self) -> None:
+        """See `Gradients.release`."""

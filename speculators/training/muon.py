@@ -80,17 +80,18 @@ class Muon:
         self._sharding, self._work = sharding or Sharding(), Sharding(world or World())
 
     @torch.no_grad()
-    def step(self, learning_rate: Tensor, skip: Tensor) -> None:
+    def step(self, learning_rate: Tensor, skip: Tensor, scale: Tensor) -> None:
         """Update every matrix from its gradient, which all of them must have.
 
         Args:
             learning_rate: scalar on the device.
             skip: scalar float32 on the device, 1.0 leaves parameters and momentum as they are.
+            scale: scalar float32 on the device, a factor on the gradients.
         """
         keep = 1.0 - skip
         for group in self.groups:
             gradients = torch.stack([parameter.grad for parameter in group.parameters if parameter.grad is not None])
-            gradients = torch.where(skip > 0, 0.0, gradients)  # skipped ones may be NaN
+            gradients = torch.where(skip > 0, 0.0, gradients * scale)  # skipped ones may be NaN
             group.momentum.lerp_(gradients, keep * (1.0 - self.momentum))
             whole = self._sharding.gather(gradients.lerp(group.momentum, self.momentum), group.rows, dim=1)
             mine = orthogonalise(whole[self._work.share(len(whole))])

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from speculators.errors import CheckpointError, ConfigError
+from speculators.kernels.adamw import adamw_step
 from speculators.speculator import Speculator
 from speculators.training.config import TrainingConfig
 from speculators.training.muon import MatrixGroup, Muon
 from speculators.training.sharding import Sharding, is_spread, local_part
 from speculators.training.world import World
 
-_ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")
+_ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")  # torch's names
 
 
 @dataclass
@@ -101,53 +102,50 @@ class DrafterOptimizer:
         self.parameters = [parameter for group in groups for parameter in group.parameters.values()]
         matrices = [part for group in groups if group.kind == "muon" for part in _by_shape(group, self._full_shapes)]
         self._muon = Muon(matrices, config.muon_momentum, self._sharding, world)
+        self._betas = config.betas
         self._adamw_groups = [group for group in groups if group.kind == "adamw"]
-        self._adamw: torch.optim.AdamW | None = None
-        if self._adamw_groups:
-            self._adamw = torch.optim.AdamW(
-                [
-                    {
-                        "params": list(group.parameters.values()),
-                        "lr": torch.zeros((), device=first.device),
-                        "weight_decay": group.weight_decay,
-                    }
-                    for group in self._adamw_groups
-                ],
-                betas=config.betas,
-                fused=True,
-                capturable=first.is_cuda,
-            )
-            for group in self._adamw_groups:
-                for parameter in group.parameters.values():
-                    self._adamw.state[parameter] = {
-                        "step": torch.zeros((), device=parameter.device),
-                        "exp_avg": torch.zeros_like(parameter, requires_grad=False),
-                        "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
-                    }
+        self._adamw_state = {
+            name: {
+                "step": torch.zeros((), device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+                "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+            }
+            for group in self._adamw_groups
+            for name, parameter in group.parameters.items()
+        }
 
     @torch.no_grad()
-    def step(self, skip: Tensor) -> None:
-        """Update every parameter from its gradient.
+    def step(self, skip: Tensor, scale: Tensor | None = None) -> None:
+        """Update every parameter from its gradient, which all of them must have and which is not used afterwards.
 
         Args:
             skip: scalar float32 on the device; 1.0 leaves parameters and state as they are.
+            scale: scalar float32 on the device, a factor on the gradient; None for 1.
         """
-        self._muon.step(self.learning_rate, skip)
-        if self._adamw is not None:
-            for group, settings in zip(self._adamw_groups, self._adamw.param_groups, strict=True):
-                settings["lr"].copy_(self.learning_rate * group.learning_rate_scale)
-            self._adamw.found_inf = skip  # type: ignore[attr-defined]  # the fused kernel's own switch
-            self._adamw.step()
+        scale = torch.ones_like(skip) if scale is None else scale
+        self._muon.step(self.learning_rate, skip, scale)
+        for group in self._adamw_groups:
+            states = [self._adamw_state[name] for name in group.parameters]
+            adamw_step(
+                list(group.parameters.values()),
+                [parameter.grad for parameter in group.parameters.values() if parameter.grad is not None],
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                [state["step"] for state in states],
+                learning_rate=self.learning_rate * group.learning_rate_scale,
+                weight_decay=group.weight_decay,
+                betas=self._betas,
+                scale=scale,
+                skip=skip,
+            )
 
     def state(self) -> dict[str, Tensor]:
         """This process's state by name: `adamw.<parameter>.<part>` and `muon.<parameter>`, float32, not copied."""
         tensors = {}
         for matrices in self._muon.groups:
             tensors.update({f"muon.{name}": matrices.momentum[i] for i, name in enumerate(matrices.names)})
-        if self._adamw is not None:
-            for group in self._adamw_groups:
-                for name, parameter in group.parameters.items():
-                    tensors.update({f"adamw.{name}.{part}": self._adamw.state[parameter][part] for part in _ADAMW_STATE})
+        for name, state in self._adamw_state.items():
+            tensors.update({f"adamw.{name}.{part}": state[part] for part in _ADAMW_STATE})
         return tensors
 
     def full_state(self) -> Iterator[tuple[str, Tensor]]:

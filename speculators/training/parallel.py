@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from speculators.errors import ConfigError
 from speculators.speculator import Speculator
 from speculators.training.batch import LossOutput, TrainingBatch
-from speculators.training.gradients import Gradients, ReplicatedGradients, ShardedGradients
+from speculators.training.gradients import FreshGradients, Gradients, ReplicatedGradients, ShardedGradients
 from speculators.training.optimizer import DrafterOptimizer
 from speculators.training.sharding import Sharding
 from speculators.training.world import World
@@ -44,6 +44,8 @@ class Parallel:
         """Where the optimizer's gradients are summed."""
         if self.sharded:
             return ShardedGradients(optimizer.sources, optimizer.parameters, self.world)
+        if self.world.size == 1:
+            return FreshGradients(optimizer.parameters)
         return ReplicatedGradients(optimizer.parameters, self.world)
 
 

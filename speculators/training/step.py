@@ -88,18 +88,15 @@ class TrainingStep:
         self._index = torch.zeros(config.rows_per_micro_batch(self._world.size), dtype=torch.int64, device=self._device)
         self._weight = torch.zeros((), device=self._device)
         self._gradients = parallel.gradients(optimizer)
-        self._run_micro_batch = capture(self.micro_batch)
-        self._clear()
+        self._run_first = capture(self.first_micro_batch)
+        self._run_further = capture(self.micro_batch) if config.accumulation > 1 else self._run_first
+        self._weight.zero_()
         # Without weight a warm-up update changes nothing. Several processes share its work, which is not captured.
         self._run_update = capture(self.update) if self._world.size == 1 else self.update
+        self._gradients.release()
         self._run_evaluation = capture(self.evaluation_batch) if held_out is not None else None
-        self._clear()
         self.meters.reset()
         self._held_out_meters.reset()
-
-    def _clear(self) -> None:
-        self._weight.zero_()
-        self._gradients.zero()
 
     # -- the captured bodies -----------------------------------------------------------------------------------
 
@@ -123,6 +120,13 @@ class TrainingStep:
         meters.add("empty_batches", (weight <= 0).float())
         return output.loss, weight
 
+    def first_micro_batch(self) -> None:
+        """Begin the sums of a step with its first micro-batch."""
+        self._weight.zero_()
+        self._gradients.begin()
+        self.micro_batch()
+        self._gradients.complete()
+
     def micro_batch(self) -> None:
         """Add a micro-batch's gradient (times its weight) and its metrics to the running sums."""
         loss, weight = self._metered_loss(self._source, self.meters)
@@ -131,19 +135,17 @@ class TrainingStep:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Divide the summed gradient by the summed weight, clip it, update the weights and clear the sums of the step."""
+        """Update the weights from the summed gradient, divided by the summed weight and clipped."""
         mean = 1.0 / self._weight.clamp_min(1e-6)
         norm = self._gradients.norm() * mean
         usable = norm.isfinite() & (self._weight > 0)
         skip = 1.0 - usable.float()
-        torch._foreach_mul_(self._gradients.tensors, mean * (self.config.gradient_clip / (norm + 1e-6)).clamp_max(1.0))
-        self.optimizer.step(skip)
+        self.optimizer.step(skip, mean * (self.config.gradient_clip / (norm + 1e-6)).clamp_max(1.0))
         if self.average is not None:
             self.average.update(skip)
         # Every process computes the same two numbers; one of them reports.
         self.meters.add("gradient_norm", torch.where(usable, norm, 0.0) * self._world.is_main, usable.float() * self._world.is_main)
         self.meters.add("skipped_steps", skip * self._world.is_main)
-        self._clear()
 
     @torch.no_grad()
     def evaluation_batch(self) -> None:
@@ -171,10 +173,11 @@ class TrainingStep:
             self._index.copy_(micro_batch, non_blocking=True)
             if number == mine[-1][0]:
                 self._gradients.begin_last()
-            self._run_micro_batch()
+            (self._run_first if number == first else self._run_further)()
         self._gradients.reduce()
         self._world.sum_(self._weight)
         self._run_update()
+        self._gradients.release()
         self._pace.step()
 
     def evaluate(self) -> dict[str, Reading]:
@@ -205,8 +208,9 @@ class TrainingStep:
 
         self._index.copy_(torch.arange(len(self._index)) % self._source.num_rows)
         batch, _ = without_damaged_rows(self._source.batch(self._index))
+        self._gradients.begin()
         with FlopCounterMode(display=False) as counter:
             output, weight = self._loss(batch)
             (output.loss.float() * weight).backward()
-        self._clear()
+        self._gradients.release()
         return int(counter.get_total_flops()) * self.config.accumulation * self._world.size
