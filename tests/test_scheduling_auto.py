@@ -142,7 +142,7 @@ def test_a_slow_row_shortens_the_block_until_it_is_done_or_has_little_left() -> 
 
     good, with_a_slow_one = [0.95] * 8, [0.95] * 7 + [0.3]
     assert drafted(good, [100] * 8) >= 6
-    assert drafted(with_a_slow_one, [100] * 8) <= 2
+    assert drafted(with_a_slow_one, [100] * 8) <= 3
     assert drafted(with_a_slow_one, [100] * 7 + [0]) >= 6
     assert drafted(with_a_slow_one, [100] * 7 + [2]) >= 6
 
