@@ -38,7 +38,7 @@ def sum_of_parts(parts: Sequence[Part], shared: Sequence[Tensor], parameters: Se
 
 
 class _SumOfParts(torch.autograd.Function):
-    """Runs every part forward and backward in its forward pass; its backward pass scales the sums."""
+    """Runs every part forward and backward in its forward pass; its backward pass scales the sums, once."""
 
     @staticmethod
     def forward(ctx: Any, parts: Sequence[Part], num_shared: int, *inputs: Tensor) -> Tensor:
@@ -51,8 +51,10 @@ class _SumOfParts(torch.autograd.Function):
                 loss = part(leaves)
             losses.append(loss.detach())
             wanted = [(i, x) for i, x in enumerate([*leaves, *parameters]) if x.requires_grad]
-            gradients: tuple[Tensor | None, ...] = torch.autograd.grad(loss, [x for _, x in wanted], allow_unused=True)
-            for (index, x), gradient in zip(wanted, gradients, strict=True):
+            gradients: list[Tensor | None] = list(torch.autograd.grad(loss, [x for _, x in wanted], allow_unused=True))
+            gradients.reverse()
+            for index, x in wanted:
+                gradient = gradients.pop()  # gone once it is added: there is never a second copy of all of them
                 if gradient is None:
                     continue
                 so_far = sums[index]
@@ -60,16 +62,16 @@ class _SumOfParts(torch.autograd.Function):
                     sums[index] = gradient.to(torch.promote_types(x.dtype, torch.float32), copy=True)
                 else:
                     so_far += gradient
-        ctx.present = [gradient is not None for gradient in sums]
-        ctx.dtypes = [x.dtype for x in inputs]
-        ctx.save_for_backward(*(gradient for gradient in sums if gradient is not None))
+        ctx.sums, ctx.dtypes = sums, [x.dtype for x in inputs]
         return torch.stack(losses).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, loss_gradient: Tensor) -> tuple[Tensor | None, ...]:
-        sums = iter(ctx.saved_tensors)
-        gradients = [
-            (next(sums) * loss_gradient).to(dtype) if present else None for present, dtype in zip(ctx.present, ctx.dtypes, strict=True)
-        ]
-        return None, None, *gradients
+        sums, ctx.sums = ctx.sums, None  # scaled where they are, so they serve once
+        if sums is None:
+            raise RuntimeError("the backward pass of a sum of parts runs once")
+        for index, dtype in enumerate(ctx.dtypes):
+            if sums[index] is not None:
+                sums[index] = sums[index].mul_(loss_gradient).to(dtype)
+        return None, None, *sums

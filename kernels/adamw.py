@@ -44,9 +44,9 @@ if triton is not None:
         g = tl.load(gradient + offsets, mask=inside, other=0.0) * tl.load(scale)
         m = keep_first * tl.load(first_moment + offsets, mask=inside, other=0.0) + take_first * g
         v = keep_second * tl.load(second_moment + offsets, mask=inside, other=0.0) + take_second * g * g
-        root = tl.sqrt(1.0 - tl.exp2(count * log_second))
+        inverse_root = 1.0 / tl.sqrt(1.0 - tl.exp2(count * log_second))
         p -= rate * weight_decay * p
-        p -= rate / (1.0 - tl.exp2(count * log_first)) * m / (tl.sqrt(v) / root + epsilon)
+        p -= rate / (1.0 - tl.exp2(count * log_first)) * m / (tl.sqrt(v) * inverse_root + epsilon)
         tl.store(parameter + offsets, p, mask=inside)
         tl.store(first_moment + offsets, m, mask=inside)
         tl.store(second_moment + offsets, v, mask=inside)
