@@ -98,7 +98,7 @@ def adamw_step(
             capturable=skip.is_cuda,
         )
         return
-    torch._foreach_add_(list(steps), 1.0 - skip)
+    torch._foreach_add_(list(steps), [1.0 - skip] * len(steps))  # a lone tensor as summand would be read by the host
     factors = (weight_decay, epsilon, betas[0], 1.0 - betas[0], betas[1], 1.0 - betas[1], *(math.log2(max(b, 1e-30)) for b in betas))
     with torch.cuda.device_of(skip):
         for tensors in zip(parameters, gradients, first_moments, second_moments, steps, strict=True):

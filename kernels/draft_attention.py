@@ -7,8 +7,8 @@ row's block keys; with m and l the running maximum and sum of its scores s = sca
     partial[c] = sum_j exp(s_j - m_c) v_j,    l_c = sum_j exp(s_j - m_c)
 
 and a second launch adds the chunks up: out = sum_c exp(m_c - M) partial[c] / sum_c exp(m_c - M) l_c, M = max m_c. Chunks beyond a
-row's length are not read, so a cache may be handed over whole. A short context is one chunk, which goes on over the block keys and
-is all there is: reading it in parts would save less than the second launch costs.
+row's length are not read, so a cache may be handed over whole. Where rows and heads alone fill the device, a short context is one
+chunk, which goes on over the block keys and is all there is.
 """
 
 # Triton's kernels are typed by what they are launched with.
@@ -33,9 +33,11 @@ except ImportError:  # no build for this platform: the reference serves it
 
 __all__ = ["draft_attention"]
 
-_CHUNK = 128  # context keys of a program: at 2,048 keys and 8 key heads, one program for every multiprocessor
+_CHUNK = 64  # the fewest context keys of a program
 _CHUNKS = 64  # at most; a longer context has longer chunks
-_WHOLE = 512  # a context of at most so many keys is not split
+_PROGRAMS = 512  # beyond so many, chunks of twice as many keys take no longer: four programs a multiprocessor
+_WHOLE = 1024  # a context of at most so many keys is not split
+_FULL = 128  # where there are so many programs without: one a multiprocessor
 _KEYS = 64  # of one step of it, at most,
 _STEP_BYTES = 1 << 14  # whose keys fill at most so much: shared memory holds two steps of keys and values, whatever their size
 _QUERIES = 64  # queries of a program, those of all heads of a key head together
@@ -167,6 +169,21 @@ if triton is not None:
         tl.store(out + at * size + d, result.to(out.dtype.element_ty), mask=d < size)
 
 
+def _division(context_keys: int, programs: int) -> tuple[int, int]:
+    """Keys of a chunk, and chunks with that of the block keys; 1 where the context is not split.
+
+    Args:
+        context_keys: of every row.
+        programs: of rows, key heads and blocks of queries.
+    """
+    if context_keys <= _WHOLE and programs >= _FULL:
+        return max(1, triton.next_power_of_2(context_keys)), 1
+    chunk = max(_CHUNK, triton.next_power_of_2(triton.cdiv(context_keys, _CHUNKS)))
+    if programs * triton.cdiv(context_keys, chunk) > _PROGRAMS:
+        chunk *= 2
+    return chunk, triton.cdiv(context_keys, chunk) + 1
+
+
 def _unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -180,13 +197,11 @@ def _kernel(
     rows, queries, query_heads, size = query.shape
     heads, context_keys = context_key.shape[2], context_key.shape[1]
     groups = query_heads // heads
-    # By what the cache holds at most, never by rows or queries: sums come out the same alone and in company.
-    split = context_keys > _WHOLE
-    chunk = max(_CHUNK if split else _WHOLE, triton.next_power_of_2(triton.cdiv(context_keys, _CHUNKS)))
-    splits = triton.cdiv(context_keys, chunk) + 1 if split else 1
     size_block = max(16, triton.next_power_of_2(size))
     keys = max(16, min(_KEYS, _STEP_BYTES // (size_block * query.element_size())))
     block = min(_QUERIES, max(16, triton.next_power_of_2(groups * queries)))
+    chunk, splits = _division(context_keys, rows * heads * triton.cdiv(groups * queries, block))
+    split = splits > 1
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     partial = largest = total = out
     if split:

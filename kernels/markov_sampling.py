@@ -42,6 +42,7 @@ except ImportError:  # no build for this platform: the reference serves it
 __all__ = ["MarkovChain", "MarkovDrafts", "Randomness", "TableFactors", "markov_sampling"]
 
 _ROWS = 16  # the fewest rows of a matrix product on tensor cores
+_SINGLE_ROWS = 2  # at most, that go through one by one: the second reads W2 from the cache
 _PROGRAMS = 256  # at most, of a slot and block of rows: the last one looks at what all of them found
 
 # (slot k, tokens before it [R] int64) -> factors f_k [R, rank]; called once a slot, in order.
@@ -196,6 +197,7 @@ if triton is not None:
         temperature,
         SAMPLED: tl.constexpr,
         SHORTLIST: tl.constexpr,
+        SINGLE: tl.constexpr,
         REDUCED: tl.constexpr,
         TABLE: tl.constexpr,
         PROGRAMS: tl.constexpr,
@@ -206,7 +208,7 @@ if triton is not None:
         RANK: tl.constexpr,
         PDL: tl.constexpr,
     ):
-        """One program some tiles of columns and block of rows; with a shortlist, whose columns differ by row, one row a program."""
+        """One program some tiles of columns and block of rows; with SINGLE one row, as a shortlist takes, whose columns differ by row."""
         wait_for_inputs(PDL)
         program = tl.program_id(0)
         row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -233,7 +235,7 @@ if triton is not None:
             if SHORTLIST:
                 at = tl.load(columns_of + (this_row * slots + slot) * columns + column, mask=inside, other=0)
             weights = tl.load(bias_head + at[:, None] * rank + r[None, :], mask=inside[:, None] & (r < rank)[None, :], other=0.0)
-            if SHORTLIST:
+            if SINGLE:
                 bias = tl.sum(weights.to(tl.float32) * factor.to(tl.float32), 1)[None, :]
             else:
                 bias = dot(factor, tl.trans(weights))
@@ -297,7 +299,9 @@ def _kernel(chain: MarkovChain, draw: Randomness | None, shortlist: Tensor | Non
     # By the vocabulary alone: sums come out the same alone and in company.
     tiles = triton.cdiv(triton.cdiv(columns, block), _PROGRAMS)
     programs = triton.cdiv(columns, block * tiles)
-    row_block = _ROWS if shortlist is None else 1
+    # Few rows one by one: a matrix product would compute sixteen of them, and what follows it too.
+    single = shortlist is not None or rows <= _SINGLE_ROWS
+    row_block = 1 if single else _ROWS
     row_blocks = triton.cdiv(rows, row_block)
     scores = torch.empty(rows, programs, dtype=torch.float64, device=device)
     choice = torch.empty(rows, programs, dtype=torch.int32, device=device)
@@ -317,7 +321,7 @@ def _kernel(chain: MarkovChain, draw: Randomness | None, shortlist: Tensor | Non
                 logits, bias_head, factors, shortlist, ids, before[-2], before[-1], token_ids, log_normaliser, log_probability,
                 scores, choice, chosen, largest, sums, arrived, row_numbers, round_index, seed, int(Purpose.DRAFT),
                 rows, k, slots, columns, logits.stride(0), logits.stride(1), rank, 1.0 if draw is None else draw.temperature,
-                SAMPLED=draw is not None, SHORTLIST=shortlist is not None, REDUCED=ids is not None, TABLE=table is not None,
+                SAMPLED=draw is not None, SHORTLIST=shortlist is not None, SINGLE=single, REDUCED=ids is not None, TABLE=table is not None,
                 PROGRAMS=programs, PROGRAMS_BLOCK=triton.next_power_of_2(programs), TILES=tiles, ROWS=row_block, COLUMNS=block,
                 RANK=rank_block, num_warps=4, **dependent_launch(logits),
             )  # fmt: skip

@@ -24,6 +24,7 @@ def inputs(rows: int, slots: int, context: int, heads: tuple[int, int], size: in
 def split(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Contexts in chunks, however short, or each in one."""
     monkeypatch.setattr(operation, "_WHOLE", 0 if request.param else 4096)
+    monkeypatch.setattr(operation, "_FULL", 1)
 
 
 @pytest.mark.usefixtures("split")

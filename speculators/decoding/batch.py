@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import cast
 
 import torch
@@ -24,6 +25,8 @@ from speculators.verifier import Verifier
 # Prompts run in pieces: attention masks and hidden states of a piece stay small whatever the prompt's length.
 PREFILL_WIDTH = 512
 PREFILL_TOKENS = 32768
+# Rounds whose results may be on their way or unread; the engine has two.
+LANDINGS = 4
 
 
 @dataclass(frozen=True)
@@ -36,14 +39,18 @@ class Drafts:
 
 
 class Arriving:
-    """A round's results on their way to the host, which need not wait for them before it launches the next round."""
+    """A round's results on their way to the host, which need not wait for them before it launches the next round.
 
-    def __init__(self, result: RoundOutcome) -> None:
+    Args:
+        result: of the round.
+        landing: pinned memory for `RoundOutcome.packed`, and an event, where it comes from a GPU.
+    """
+
+    def __init__(self, result: RoundOutcome, landing: tuple[Tensor, torch.cuda.Event] | None) -> None:
         self.width = result.tokens.shape[1]  # the most tokens that a row can have got
-        self._packed = result.packed.to("cpu", non_blocking=True)  # pinned memory of its own where it comes from a GPU
-        self._arrived: torch.cuda.Event | None = None
-        if result.packed.is_cuda:
-            self._arrived = torch.cuda.Event()
+        self._packed, self._arrived = (result.packed, None) if landing is None else landing
+        if self._arrived is not None:
+            self._packed.copy_(result.packed, non_blocking=True)
             self._arrived.record()
 
     def rows(self) -> list[list[int]]:
@@ -89,6 +96,7 @@ class Batch:
         self.emitted = torch.zeros_like(self.anchor)  # tokens of the reply so far
         self.finished = torch.zeros(rows, dtype=torch.bool, device=device)
         self.round_index = torch.zeros((), dtype=torch.int64, device=device)
+        self._landings: dict[torch.Size, Iterator[tuple[Tensor, torch.cuda.Event]]] = {}
         # Tokens of each row's prompt and reply, for the repetition penalty alone.
         self.seen = None if sampling.repetition_penalty == 1.0 else torch.zeros(rows, verifier.vocab_size, dtype=torch.bool, device=device)
 
@@ -130,6 +138,16 @@ class Batch:
             self._observe(*observed, start, counts)
         none = self._no_drafts()
         return self._commit(none.token_ids, none.lengths, Acceptance(none.lengths, self.anchor))
+
+    def arriving(self, result: RoundOutcome) -> Arriving:
+        """A round's results on their way to the host, in memory that is used again `LANDINGS` rounds later."""
+        packed = result.packed
+        if not packed.is_cuda:
+            return Arriving(result, None)
+        if packed.shape not in self._landings:  # made once: pinning memory and making events takes as long as a launch
+            made = [(torch.empty_like(packed, device="cpu", pin_memory=True), torch.cuda.Event()) for _ in range(LANDINGS)]
+            self._landings[packed.shape] = cycle(made)
+        return Arriving(result, next(self._landings[packed.shape]))
 
     # -- rounds over static buffers --------------------------------------------------------------------------
 

@@ -90,7 +90,7 @@ def generate(
     started = time.perf_counter()
     batch = prepare(verifier, drafter, prompts, sampling, draft_tokens, chosen)
     replies = Replies(len(prompts), on_tokens)
-    replies.add(Arriving(batch.prefill(prompts)), prefill=True)
+    replies.add(batch.arriving(batch.prefill(prompts)), prefill=True)
     decoding_started = _now(verifier.device)
     forwards = 0
     running: Arriving | None = None
@@ -99,13 +99,13 @@ def generate(
         known = max(len(prompt) + len(reply) - 1 for prompt, reply in zip(prompts, replies.token_ids, strict=True))
         if running is None:
             batch.longest = known
-            running = Arriving(batch.next_round())
+            running = batch.arriving(batch.next_round())
         ahead = None
         # A graph reads nothing from the host: the next round starts before the host has looked at this one, unless this one must
         # be the last. Where stop tokens end it after all, the round ahead emits nothing.
         if batch.graphs is not None and replies.shortest + running.width < sampling.max_new_tokens:
             batch.longest = known + running.width
-            ahead = Arriving(batch.next_round())
+            ahead = batch.arriving(batch.next_round())
         chosen.record(replies.add(running), replies.remaining(sampling.max_new_tokens))
         running = ahead
         forwards += 1

@@ -19,9 +19,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from speculators.capture import without_collection
+
 __all__ = ["GraphedRounds", "StaticState", "reusable"]
 
 Result = TypeVar("Result")
+Placement = list[tuple[Any, str, Any]]  # object, attribute, value
+Settled = tuple[Hashable, Placement]
 
 # Cached positions that attention reads are rounded up to a multiple: one graph for each multiple that is reached.
 LENGTH_MULTIPLE = 512
@@ -47,6 +51,7 @@ class StaticState:
                 self._follow(holder, name)
         # Buffers by slot and shapes: an attribute may hold an observation of one shape now and of another one later.
         self._buffers: dict[Hashable, Any] = {}
+        self._settled: Settled | None = None
         self._initial = [(holder, name, getattr(holder, name)) for holder, name in self._slots]
         self._initial_values = [
             [None if t.is_floating_point() else t.clone() for t in _tensors(getattr(holder, name))] for holder, name in self._slots
@@ -68,8 +73,9 @@ class StaticState:
                 if first is not None:
                     tensor.copy_(first)
             setattr(holder, name, value)
+        self._settled = None
 
-    def settle(self) -> tuple[Hashable, list[tuple[Any, str, Any]]]:
+    def settle(self) -> Settled:
         """Move all values into their buffers and put these in place.
 
         Returns:
@@ -77,7 +83,7 @@ class StaticState:
         """
         shapes: list[Hashable] = []
         moves: list[tuple[Tensor, Tensor]] = []
-        placement: list[tuple[Any, str, Any]] = []
+        placement: Placement = []
         for index, (holder, name) in enumerate(self._slots):
             value = getattr(holder, name)
             if _followed(value):
@@ -99,11 +105,23 @@ class StaticState:
         for (target, _), source in zip(moves, values, strict=True):
             target.copy_(source)
         self.place(placement)
-        return tuple(shapes), placement
+        self._settled = tuple(shapes), placement
+        return self._settled
+
+    def settled(self) -> Settled:
+        """`settle`, which costs as much host time as a short round, unless all values still are where it last left them."""
+        if self._settled is None or any(getattr(holder, name) is not value for holder, name, value in self._settled[1]):
+            return self.settle()
+        return self._settled
+
+    def replayed(self, after: Settled) -> None:
+        """Put buffers in place, as the Python code of a replayed round would have."""
+        self._settled = after
+        self.place(after[1])
 
     @staticmethod
-    def place(placement: list[tuple[Any, str, Any]]) -> None:
-        """Put buffers in place, as the Python code of a replayed round would have."""
+    def place(placement: Placement) -> None:
+        """Put buffers in place."""
         for holder, name, buffer in placement:
             setattr(holder, name, buffer)
 
@@ -120,7 +138,7 @@ class GraphedRounds:
 
     def __init__(self, state: StaticState, run: Callable[[int], Result], max_length: int, *, capture: bool) -> None:
         self._state, self._run, self._max_length, self._capture = state, run, max_length, capture
-        self._graphs: OrderedDict[Hashable, tuple[torch.cuda.CUDAGraph, Any, list[tuple[Any, str, Any]]]] = OrderedDict()
+        self._graphs: OrderedDict[Hashable, tuple[torch.cuda.CUDAGraph, Any, Settled]] = OrderedDict()
         self._seen: set[Hashable] = set()
         self._pool: Any = None
 
@@ -136,37 +154,38 @@ class GraphedRounds:
             longest: a bound, known to the host, of a row's positions at the end of the round.
         """
         length = self.static_length(longest)
-        before, placement = self._state.settle()
+        before, _ = self._state.settled()
         shapes = (key, length, before)
         if shapes not in self._graphs and self._capture and shapes in self._seen:
-            self._try_to_capture(shapes, length, placement)
+            self._try_to_capture(shapes, length)
         if shapes in self._graphs:
             graph, result, after = self._graphs[shapes]
             self._graphs.move_to_end(shapes)
             graph.replay()
-            self._state.place(after)
+            self._state.replayed(after)
             return result
         self._seen.add(shapes)  # running it once loads kernels and grows workspaces, which a capture must not do
         result = self._run(length)
         self._state.settle()
         return result
 
-    def _try_to_capture(self, shapes: Hashable, length: int, placement: list[tuple[Any, str, Any]]) -> None:
+    def _try_to_capture(self, shapes: Hashable, length: int) -> None:
         """Capture a round; nothing is computed yet. A round that cannot be captured goes on running eagerly, with a warning."""
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         while len(self._graphs) >= MAX_GRAPHS:
             self._graphs.popitem(last=False)
         graph = torch.cuda.CUDAGraph()
+        before = self._state.settled()
         try:
-            with torch.cuda.graph(graph, pool=self._pool):
+            with without_collection(), torch.cuda.graph(graph, pool=self._pool):
                 result = self._run(length)
-                after = self._state.settle()[1]
+                after = self._state.settle()
             self._graphs[shapes] = graph, result, after
         except RuntimeError as error:
             reason = str(error).strip().split("\n")[0]
             warnings.warn(f"rounds run eagerly, many times slower, since no CUDA graph could be captured: {reason}", stacklevel=4)
             self._capture = False
-        self._state.place(placement)
+        self._state.replayed(before)
 
 
 def reusable(cache: OrderedDict[Hashable, Any], key: Hashable, make: Callable[[], Result], device: torch.device) -> Result:

@@ -23,7 +23,7 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from speculators.data.default_verifier import cache_folder
-from speculators.decoding.batch import Arriving, Batch, prepare
+from speculators.decoding.batch import Batch, prepare
 from speculators.decoding.graph import LENGTH_MULTIPLE
 from speculators.decoding.length_schedules import FixedLength
 from speculators.decoding.proposal import Drafter
@@ -270,10 +270,10 @@ def _seconds_in_a_row(batch: Batch, longest: int) -> float:
     The clock starts when the first one's results arrive, so the time of a launch with nothing running is not in it.
     """
     batch.longest = longest
-    running, started = Arriving(batch.next_round()), 0.0
+    running, started = batch.arriving(batch.next_round()), 0.0
     for _ in range(IN_A_ROW):
         batch.longest = longest
-        ahead = Arriving(batch.next_round())
+        ahead = batch.arriving(batch.next_round())
         running.rows()
         started = started or time.perf_counter()
         running = ahead

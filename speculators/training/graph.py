@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 import torch
 
+from speculators.capture import without_collection
+
 WARMUP_CALLS = 3
 
 
@@ -45,7 +47,7 @@ class Capture:
         current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         pool = self._graphs[0].pool() if self._graphs else None
-        with torch.cuda.graph(graph, pool=pool, stream=self._stream):
+        with without_collection(), torch.cuda.graph(graph, pool=pool, stream=self._stream):
             function()
         self._graphs.append(graph)
         return graph.replay
