@@ -10,14 +10,14 @@ from speculators.kernels.skinny_linear import FASTER, MAX_TOKENS, Range
 
 
 def add_kernel_choices(parser: argparse.ArgumentParser) -> None:
-    """`--pdl` and `--products`."""
-    parser.add_argument("--pdl", action="store_true", help="launch our kernels early, see kernels/launch.py")
+    """`--no-pdl` and `--products`."""
+    parser.add_argument("--no-pdl", action="store_true", help="launch kernels the ordinary way, see kernels/launch.py")
     parser.add_argument("--products", choices=["measured", "ours", "cublas"], default="measured", help="of few tokens by weights")
 
 
 def choose_kernels(options: argparse.Namespace) -> None:
     """Make the library follow the options."""
-    launch.enabled = launch.enabled or options.pdl
+    launch.enabled = launch.enabled and not options.no_pdl
     if options.products != "measured":
         every = Range(1, MAX_TOKENS, 1, 1, sys.maxsize)
         FASTER.update({device: (every,) if options.products == "ours" else () for device in FASTER})

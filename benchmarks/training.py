@@ -9,8 +9,8 @@ Shapes are those of Qwen3-8B (hidden 4096, feed-forward 12288, 32 query and 8 ke
 tiny ones on the CPU, where a run only shows that everything works.
 
 `step` is the trainer's own, from hidden states to updated weights: it includes clipping and AdamW, with bfloat16 products over
-float32 weights. It is timed as a CUDA graph, and launched eagerly (`eager_milliseconds`), where its memory is read. Memory above
-states is the peak minus 16 bytes a trainable parameter (weight, gradient, two moments) and 2 a frozen one. `--peer NAME=COMMAND` runs
+float32 weights. It is timed launched eagerly, where its memory is read, and as a CUDA graph; what the trainer would run counts
+(`graph.is_large`). Memory above states is the peak minus 16 bytes a trainable parameter (weight, gradient, two moments) and 2 a frozen one. `--peer NAME=COMMAND` runs
 another library's script in its own environment and reads the lines "... 368.0 ms peak 43.00 GiB" that it prints a step, the first
 three left out; its states count by the same formula, from the "trainable=" line. `--peer-log NAME=FILE` reads such lines from a file:
 scripts that compile for minutes can do so side by side before anything is timed.
@@ -55,7 +55,7 @@ from speculators.registry import get_algorithm
 from speculators.speculator import Speculator, VerifierWeights
 from speculators.training.batch import TrainingBatch
 from speculators.training.config import TrainingConfig
-from speculators.training.graph import Capture
+from speculators.training.graph import Capture, is_large
 from speculators.training.optimizer import DrafterOptimizer
 from speculators.training.parallel import parallelise
 from speculators.training.step import TrainingStep
@@ -213,7 +213,9 @@ def benchmark_step(
             del step
             gc.collect()
             torch.cuda.empty_cache()
-            timing, _ = timed(Capture(device), repetitions)
+            captured, _ = timed(Capture(device), repetitions)
+            facts["graph_milliseconds"] = captured.milliseconds
+            timing = eager if is_large(trainable, shape.tokens) else captured
     except torch.OutOfMemoryError:
         report.add(f"{method} (ours)", None, work=work, **facts, note="out of memory")
         return

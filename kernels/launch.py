@@ -34,8 +34,8 @@ except ImportError:  # no build for this platform: references serve it
 
 __all__ = ["dependent_launch"]
 
-# Until a benchmark says that it is faster: SPECULATORS_PDL=1, or `--pdl` of benchmarks/products.py and benchmarks/draft.py.
-enabled = os.environ.get("SPECULATORS_PDL") == "1"
+# SPECULATORS_PDL=0 launches the ordinary way, as `--no-pdl` of benchmarks/draft.py and benchmarks/round_profile.py does.
+enabled = os.environ.get("SPECULATORS_PDL", "1") == "1"
 
 if triton is not None:
     _LINE = tl.constexpr(128)  # bytes of a line of L2

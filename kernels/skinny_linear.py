@@ -50,22 +50,25 @@ class Range:
     least_columns: int
     least_bytes: int
     most_rows: int = sys.maxsize
+    most_bytes: int = sys.maxsize
 
     def holds(self, tokens: int, weight: Tensor) -> bool:
         """Whether it contains the product of so many tokens with [rows, columns]."""
         (rows, columns), size = weight.shape, weight.numel() * weight.element_size()
-        shape = rows <= self.most_rows and columns >= self.least_columns and size >= self.least_bytes
+        shape = rows <= self.most_rows and columns >= self.least_columns and self.least_bytes <= size <= self.most_bytes
         return self.least_tokens <= tokens <= self.most_tokens and shape
 
 
 # By compute capability, what was measured: benchmarks/results/products_h200.md. At 8 tokens 1.05 to 1.10 times cuBLAS on the smaller
 # half of a Qwen3-8B drafter's products and 0.99 to 1.00 times on the others; at 1 token 1.06 to 1.10 times where the rows are few or
-# long, and behind elsewhere.
+# long, and behind elsewhere. Below 8 MB the two are alike alone; in a chain of steps of SmolLM2 ours win where kernels launch early
+# (benchmarks/results/round_profile_h200.md).
 FASTER = {
     (9, 0): (
         Range(least_tokens=5, most_tokens=MAX_TOKENS, least_columns=4096, least_bytes=1 << 23),
         Range(least_tokens=1, most_tokens=4, least_columns=4096, least_bytes=1 << 23, most_rows=4096),
         Range(least_tokens=1, most_tokens=4, least_columns=8192, least_bytes=1 << 23),
+        Range(least_tokens=1, most_tokens=MAX_TOKENS, least_columns=1, least_bytes=0, most_bytes=(1 << 23) - 1),
     )
 }
 

@@ -112,6 +112,7 @@ def test_kernels_launched_early_compute_what_they_compute_one_after_the_other(mo
             update = skinny_linear(skinny_gated_linear(normed, wide, implementation="triton"), square, implementation="triton")
         return x + update
 
+    monkeypatch.setattr(launch, "enabled", False)
     expected = chain()
     monkeypatch.setattr(launch, "enabled", True)
     assert torch.equal(chain(), expected)
@@ -133,6 +134,7 @@ def test_the_range_of_the_skinny_product_holds_its_ends_and_nothing_outside() ->
     measured, weight = Range(least_tokens=5, most_tokens=16, least_columns=64, least_bytes=64 * 64 * 2), torch.zeros(64, 64).bfloat16()
     assert [tokens for tokens in range(1, 40) if measured.holds(tokens, weight)] == list(range(5, 17))
     assert not measured.holds(8, weight[1:]) and not measured.holds(8, weight.view(128, 32))
+    assert replace(measured, most_bytes=64 * 64 * 2).holds(8, weight) and not replace(measured, most_bytes=64 * 64).holds(8, weight)
     assert replace(measured, most_rows=64).holds(8, weight) and not replace(measured, most_rows=63).holds(8, weight)
 
 

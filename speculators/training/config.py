@@ -44,8 +44,8 @@ class TrainingConfig(BaseModel):
         hidden_states: a store that `speculators data store` wrote for these rows, to read hidden states from; None runs the verifier.
         cache_states: compute or read the verifier's hidden states once and keep them on the device, where they fit.
         cache_memory_fraction: the most of the device's free memory that they may take.
-        cuda_graphs: replay whole steps as CUDA graphs (on CUDA only): faster where launching kernels takes longer than running
-            them. A graph cannot leave out rows of the loss, nor share a teacher row between them, so a large step may be slower.
+        cuda_graphs: replay whole steps as CUDA graphs (on CUDA only) where launching kernels takes longer than running them; see
+            `graph.is_large` for where it does not.
         parallel: with several processes, "ddp" keeps the drafter whole in each, "fsdp" spreads weights and optimizer state.
         shard_verifier: spread the verifier's layers over the processes too; its hidden states are then computed at every visit.
         log_every: steps between records of `log.jsonl`.

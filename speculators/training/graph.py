@@ -13,6 +13,19 @@ import torch
 from speculators.capture import without_collection
 
 WARMUP_CALLS = 3
+_LARGE = 2e13  # FLOPs of a micro-batch, about 25 milliseconds of an H100 or H200
+
+
+def is_large(trainable: int, tokens: int) -> bool:
+    """Whether a micro-batch computes for so long that its launches hide behind it.
+
+    A graph cannot leave out rows of the loss nor share a teacher row between them: a large step is faster without.
+
+    Args:
+        trainable: parameters.
+        tokens: of a micro-batch.
+    """
+    return 6.0 * trainable * tokens > _LARGE
 
 
 class Capture:

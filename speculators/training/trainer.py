@@ -21,7 +21,7 @@ from speculators.errors import DataError, TrainingInterrupted
 from speculators.speculator import Speculator
 from speculators.training.checks import check_run
 from speculators.training.config import TrainingConfig
-from speculators.training.graph import Capture
+from speculators.training.graph import Capture, is_large
 from speculators.training.loggers import Logger, RunFacts, open_loggers
 from speculators.training.memory import clear_when_memory_runs_out
 from speculators.training.meters import with_acceptance_lengths
@@ -174,6 +174,8 @@ class Trainer:
 
         # Collectives inside of a captured step would have to be captured with it, and a store's reads cannot be.
         uncaptured = parallel.sharded or config.shard_verifier or config.hidden_states is not None
+        trainable = sum(parameter.numel() for parameter in speculator.parameters() if parameter.requires_grad)
+        uncaptured |= is_large(trainable, rows_per_micro_batch * rows.input_ids.shape[1])
         capture = Capture(verifier.device, enabled=config.cuda_graphs and not uncaptured)
 
         def source(of: PackedRows) -> HiddenStateSource:
