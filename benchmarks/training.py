@@ -10,10 +10,10 @@ tiny ones on the CPU, where a run only shows that everything works.
 
 `step` is the trainer's own, from hidden states to updated weights: it includes clipping and AdamW, with bfloat16 products over
 float32 weights. It is timed launched eagerly, where its memory is read, and as a CUDA graph; what the trainer would run counts
-(`graph.is_large`). Memory above states is the peak minus 16 bytes a trainable parameter (weight, gradient, two moments) and 2 a frozen one. `--peer NAME=COMMAND` runs
-another library's script in its own environment and reads the lines "... 368.0 ms peak 43.00 GiB" that it prints a step, the first
-three left out; its states count by the same formula, from the "trainable=" line. `--peer-log NAME=FILE` reads such lines from a file:
-scripts that compile for minutes can do so side by side before anything is timed.
+(`graph.is_large`). Memory above states is the peak minus 16 bytes a trainable parameter (weight, gradient, two moments) and 2 a frozen
+one. `--peer NAME=COMMAND` runs another library's script in its own environment and reads the lines "... 368.0 ms peak 43.00 GiB" that
+it prints a step, the first three left out; its states count by the same formula, from the "trainable=" line. `--peer-log NAME=FILE`
+reads such lines from a file: scripts that compile for minutes can do so side by side before anything is timed.
 
 `long` is P-EAGLE with 8 depths on one row. What 65,536 tokens take with four segments, from the shapes: states 23.5 GB for 1.47
 billion trainable parameters; embedding and head 2.5; hidden states of the row 2.2; activations of depth 0, about 110 KB a token and
@@ -268,7 +268,7 @@ def main() -> None:
     report = Report("Training", device, measured_ceilings(device, shape.dtype))
     for part in args.parts:
         if part == "attention":
-            benchmark_attention(shape, report)
+            benchmark_attention(shape, report, lambda: report.write(args.output))
         elif part == "tiles":
             sweep_tiles(shape, report)
         elif part == "loss":
