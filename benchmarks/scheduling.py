@@ -36,10 +36,6 @@ from speculators.verifier import Verifier
 TARGETS = "auto at least 0.98 x the best fixed K and 1.00 x plain at every batch; 1.3 x fixed K_max at the largest; simulator within 10%"
 
 
-# Where a batch is smaller, several are decoded, of different prompts: one reply alone says little of a drafter.
-LEAST_PROMPTS = 16
-
-
 @dataclass(frozen=True)
 class Timed:
     """The fastest of some runs of one configuration over all batches.
@@ -89,8 +85,9 @@ def timed(
     repeats: int,
 ) -> Timed:
     """Run one configuration once for each shape of batches to warm up (graphs, step times), and then all of it `repeats` times."""
-    shapes = {RowLengths.of(batch, sampling): batch for batch in batches}
-    for batch in shapes.values():
+    shapes = {RowLengths.of(batch, sampling).read: batch for batch in batches}
+    warm_up = list(batches) if drafts == AUTO else shapes.values()  # auto meets more shapes, a graph each
+    for batch in warm_up:
         generate(verifier, drafter, batch, sampling, num_draft_tokens=drafts)
     runs = [[generate(verifier, drafter, batch, sampling, num_draft_tokens=drafts) for batch in batches] for _ in range(repeats)]
     return Timed(max(runs, key=rate), [rate(run) for run in runs])
@@ -168,6 +165,7 @@ def main() -> None:
     parser.add_argument("--ks", nargs="+", type=int, help="fixed K to compare with; default 1 to the drafter's own")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--least-prompts", type=int, default=16, help="in as many batches as that takes: one reply alone says little")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device")
@@ -184,7 +182,7 @@ def main() -> None:
     sampling = SamplingParams(temperature=options.temperature, max_new_tokens=options.max_new_tokens, ignore_eos=True)
     results, tables = [], []
     for rows in sorted(options.batches):
-        count = rows * max(1, LEAST_PROMPTS // rows)
+        count = rows * max(1, options.least_prompts // rows)
         chosen = [prompts[i % len(prompts)] for i in range(count)]
         batches = [chosen[first : first + rows] for first in range(0, count, rows)]
         result, times = measure_batch(verifier, drafter, batches, sampling, ks, options.repeats)

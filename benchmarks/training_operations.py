@@ -227,7 +227,7 @@ def liger_loss(coefficients: dict[str, float]) -> Callable[..., Tensor] | None:
 
 
 def benchmark_loss(shape: Shape, report: Report) -> None:
-    """Loss and gradient of the hidden states, every row supervised. Memory is that of an eager call, time that of a CUDA graph where one can be."""
+    """Loss and gradient of the hidden states, every row supervised: memory of an eager call, time in a CUDA graph where that can be."""
     device = report.device
     rows = 7680 if device.type == "cuda" else 60
     generator = torch.Generator(device).manual_seed(0)

@@ -205,19 +205,22 @@ def test_step_times_are_measured_once_and_again_when_what_they_depend_on_changes
 
 def test_rows_are_measured_at_the_length_that_they_have_in_the_middle_of_their_replies() -> None:
     prompts = [[1] * 100, [1] * 300, [1] * 800]
-    assert profiler.RowLengths.of(prompts, SamplingParams(max_new_tokens=200)) == profiler.RowLengths(typical=512, longest=1024)
-    assert profiler.RowLengths.of(prompts[:1], SamplingParams(max_new_tokens=20)) == profiler.RowLengths(typical=128, longest=512)
+    several = profiler.RowLengths.of(prompts, SamplingParams(max_new_tokens=200))
+    assert several == profiler.RowLengths(typical=512, longest=1024) and several.read == 1024
+    assert profiler.RowLengths.of(prompts[:1], SamplingParams(max_new_tokens=20)) == profiler.RowLengths(typical=128, longest=128)
 
 
 @pytest.mark.parametrize("drafts", [0, 1, 7, 16])
-@pytest.mark.parametrize("longest", [512, 1024, 2048])
-@pytest.mark.parametrize("typical", [64, 256, 1024])
-def test_made_up_rows_end_where_the_read_of_real_ones_does(drafts: int, longest: int, typical: int) -> None:
-    rows = profiler.made_up_rows(profiler.RowLengths(typical, longest), [[count] for count in range(drafts + 1)], "cuda", None)
-    assert rows.longest + rows.max_new_tokens + drafts + 1 == longest, "no position more, or the next multiple would be read"
+@pytest.mark.parametrize(("typical", "longest"), [(64, 64), (64, 320), (256, 512), (192, 704), (1024, 2048)])
+def test_made_up_rows_are_as_long_as_real_ones_and_read_as_far(drafts: int, typical: int, longest: int) -> None:
+    lengths = profiler.RowLengths(typical, longest)
+    rows = profiler.made_up_rows(lengths, [[count] for count in range(drafts + 1)], "cuda", None)
+    assert rows.bound + drafts + 1 == lengths.read, "no position more, or the next multiple would be read"
+    assert rows.longest + rows.max_new_tokens <= rows.bound
     assert 1 <= rows.typical <= rows.longest
-    if typical + 128 + 17 <= longest:
-        assert abs(rows.typical - typical) < 64, "and grow past the typical length"
+    assert abs(rows.typical - typical) < 64 or rows.typical == rows.longest, "and grow past the typical length"
+    if longest + 128 + 17 <= lengths.read:
+        assert abs(rows.longest - longest) < 64
 
 
 def test_every_width_is_measured_where_measuring_is_cheap() -> None:

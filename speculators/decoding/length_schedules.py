@@ -172,7 +172,8 @@ class AutoLength:
     which the largest of all rows is smallest. Which row will be last is not known: each counts as if it were as much worse than
     expected as the worst of n rows is in the mean (n / (n + 1) of the rows' distribution, `RowAcceptance`). Of a single
     row nothing but the best rate is left. w = 0 is plain decoding, so drafting that does not pay is not done; one draft more
-    than planned is tried every `PROBE` rounds, or what changes would never be noticed.
+    than planned is tried every `PROBE` rounds, or what changes would never be noticed. Without confidences the choice holds for
+    `HOLD` rounds: it takes the host as long as a launch does, and changes slowly.
 
     *After* drafting, where the confidences are on the host anyway (`cut`): with theta the tokens that all rows are expected to
     earn in a second of this round, column k is verified while its expected gain, sum_r a[r, k], is worth its time at that
@@ -188,7 +189,7 @@ class AutoLength:
         cut: whether to read confidences.
     """
 
-    PROBE = 16
+    PROBE, HOLD = 16, 4
     # Before anything was recorded all rows have as much to do, and more than a block of it.
     UNKNOWN_REMAINING = 1000
 
@@ -206,6 +207,8 @@ class AutoLength:
         self._acceptance = RowAcceptance(acceptance, len(self._draft) - 1, rows)
         self._remaining = np.full(rows, self.UNKNOWN_REMAINING, dtype=np.int64)
         self._rounds = 0
+        self._width = 0  # of the blocks of this round
+        self._decided = (-1, 0)  # in which round, for how many rows
         self._price = 0.0  # theta of the round being drafted: tokens a second of the whole batch
         self.needs_confidence = cut
 
@@ -226,6 +229,11 @@ class AutoLength:
         remaining = self._remaining[active, None]
         if not len(remaining):
             return 0
+        probe = self._rounds % self.PROBE == self.PROBE - 1
+        decided = self._rounds // self.HOLD, len(remaining)
+        if decided == self._decided and not self.needs_confidence:
+            return min(limit, self._width + probe)
+        self._decided = decided
         seconds = (self._draft + self._verify)[: limit + 1]
         worst_of_all = NormalDist().inv_cdf(len(remaining) / (len(remaining) + 1))
         # Tokens beyond the budget are not emitted: draft k of a row is worth nothing where k tokens or fewer remain.
@@ -238,7 +246,8 @@ class AutoLength:
             worth_drafting = survival.sum(axis=0) > self._price * self._draft_slopes[:limit]
             if width:
                 width = max(width, int(np.cumprod(worth_drafting).sum()))
-        return min(limit, width + (self._rounds % self.PROBE == self.PROBE - 1))
+        self._width = width
+        return min(limit, width + probe)
 
     def lengths(self, confidence: Tensor | None, available: Tensor, active: Tensor) -> Tensor:
         """See the class."""

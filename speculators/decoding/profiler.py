@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -46,7 +45,7 @@ IN_A_ROW = 16
 WARM_UP = {"cuda": 3}
 WARM_UP_SECONDS = 0.05
 # Counts up when what is timed changes: times kept by an earlier version are then measured anew.
-MEASUREMENT = 2
+MEASUREMENT = 3
 # A width whose first timed round takes this long is not timed again.
 ENOUGH_SECONDS = 1.0
 
@@ -56,13 +55,17 @@ class RowLengths:
     """How long the rows of a batch are, rounded so that similar batches share their measurement.
 
     Attributes:
-        typical: tokens of the mean row in the middle of its reply: a power of two.
-        longest: positions that attention over a padded cache spans in the middle of the longest row's reply: a multiple of
-            `LENGTH_MULTIPLE`.
+        typical: tokens of the mean row in the middle of its reply, and
+        longest: of the longest row: multiples of 128.
     """
 
     typical: int = 64
     longest: int = LENGTH_MULTIPLE
+
+    @property
+    def read(self) -> int:
+        """Positions that attention over a padded cache spans then: a multiple of `LENGTH_MULTIPLE`."""
+        return _up_to(self.longest, LENGTH_MULTIPLE)
 
     @classmethod
     def of(cls, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> Self:
@@ -70,7 +73,7 @@ class RowLengths:
         lengths = [len(prompt) for prompt in prompts]
         half = sampling.max_new_tokens // 2
         mean, longest = sum(lengths) / len(lengths) + half, max(lengths) + half
-        return cls(max(64, 2 ** round(math.log2(mean))), -(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE)
+        return cls(max(128, 128 * round(mean / 128)), _up_to(longest, 128))
 
 
 def step_times(
@@ -171,18 +174,19 @@ class _Forced(FixedLength):
 
 @dataclass(frozen=True)
 class MadeUpRows:
-    """Tokens of the longest prompt, of all others, and of every reply."""
+    """Tokens of the longest prompt, of all others, and of every reply; `bound` is one of all rows before a round."""
 
     longest: int
     typical: int
     max_new_tokens: int
+    bound: int
 
 
 def made_up_rows(lengths: RowLengths, parts: Sequence[Sequence[int]], device: str, context: int | None) -> MadeUpRows:
     """Rows whose rounds cost what those of the described rows do.
 
-    The longest row ends where a read of `lengths.longest` positions does, its last block included: with one position more the
-    next multiple would be read. Rows that reach their budget cost what they cost before.
+    They read as far as the described rows do. No row, its last block included, ends beyond that: with one position more the next
+    multiple would be read. Rows that reach their budget cost what they cost before.
 
     Args:
         lengths: of the rows.
@@ -191,11 +195,12 @@ def made_up_rows(lengths: RowLengths, parts: Sequence[Sequence[int]], device: st
         context: of the verifier, where it has a limit.
     """
     rounds = WARM_UP["cuda"] + (REPEATS + 1) * IN_A_ROW if device == "cuda" else 1 + REPEATS
-    span = min(lengths.longest, context or lengths.longest) - max(max(part) for part in parts) - 1
-    budget = min(2 + max(rounds * sum(count + 1 for count in part) for part in parts), max(128, span - lengths.typical))
-    longest = max(1, min(LONGEST_PROMPT.get(device, 128), span - budget))
+    span = min(lengths.read, context or lengths.read) - max(max(part) for part in parts) - 1
+    budget = min(2 + max(rounds * sum(count + 1 for count in part) for part in parts), max(128, span - lengths.longest))
     # Rows grow by about one token a round, since made-up text is hardly ever accepted: they begin half of that shorter.
-    return MadeUpRows(longest, min(longest, max(1, lengths.typical - rounds * len(parts[0]) // 2)), budget)
+    grown = rounds * len(parts[0]) // 2
+    longest = max(1, min(LONGEST_PROMPT.get(device, 128), span - budget, lengths.longest - grown))
+    return MadeUpRows(longest, min(longest, max(1, lengths.typical - grown)), budget, max(span, longest + budget))
 
 
 @torch.inference_mode()
@@ -224,7 +229,7 @@ def _measure_batch(
             schedule.drafts = count
             time_rounds = _time_rounds if batch.graphs is None else _time_graphs
             # Without drafts there is nothing to draft but a few tensors to make.
-            draft_seconds, verify_seconds = time_rounds(batch, plan.longest + plan.max_new_tokens)
+            draft_seconds, verify_seconds = time_rounds(batch, plan.bound)
             measured.append((draft_seconds if count else 0.0, verify_seconds))
     return measured
 
@@ -279,6 +284,10 @@ def _seconds_in_a_row(batch: Batch, longest: int) -> float:
         running = ahead
     running.rows()
     return (time.perf_counter() - started) / IN_A_ROW
+
+
+def _up_to(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 def _now(tensor: Tensor) -> float:
