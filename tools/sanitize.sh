@@ -36,6 +36,8 @@ hidden_state_scatter      triton
 kv_injection              every_layer and triton
 head_rotation             kernel_equals or wider
 markov_sampling           printed and triton or kernels_draw and (gated or rnn)
+round_outcome             triton
+training_optimizer        equals_that_of_torch
 rejection_sampling        kernels_decide and (61 or 4099) or greedy_verification and triton
 TESTS
 }
