@@ -2,7 +2,7 @@
 
     python benchmarks/draft.py --output benchmarks/results/draft_h200                          # all shapes, some minutes
     python benchmarks/draft.py --shapes qwen3-8b --batches 1 --output benchmarks/results/draft # the P-EAGLE / EAGLE-3 comparison
-    python benchmarks/draft.py --shapes qwen3-8b --ks 7 --batches 1 --pdl --least-tokens 1     # choices that are being measured
+    python benchmarks/draft.py --shapes qwen3-8b --ks 7 --batches 1 --no-pdl --products cublas     # other choices than the library makes
     python benchmarks/draft.py --shapes tiny --contexts 40 --ks 1 3 --repetitions 2            # a dry run on any machine
 
 A round is `observe` of K + 1 verified tokens, of which a third were kept, and `propose` of K, greedily; on CUDA as a graph.

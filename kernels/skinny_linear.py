@@ -62,7 +62,7 @@ class Range:
 # By compute capability, what was measured: benchmarks/results/products_h200.md. At 8 tokens 1.05 to 1.10 times cuBLAS on the smaller
 # half of a Qwen3-8B drafter's products and 0.99 to 1.00 times on the others; at 1 token 1.06 to 1.10 times where the rows are few or
 # long, and behind elsewhere. Below 8 MB the two are alike alone; in a chain of steps of SmolLM2 ours win where kernels launch early
-# (benchmarks/results/round_profile_h200.md).
+# (benchmarks/results/round_profile_choices_h200.md).
 FASTER = {
     (9, 0): (
         Range(least_tokens=5, most_tokens=MAX_TOKENS, least_columns=4096, least_bytes=1 << 23),
