@@ -48,8 +48,10 @@ class Arriving:
 
     def __init__(self, result: RoundOutcome, landing: tuple[Tensor, torch.cuda.Event] | None) -> None:
         self.width = result.tokens.shape[1]  # the most tokens that a row can have got
-        self._packed, self._arrived = (result.packed, None) if landing is None else landing
-        if self._arrived is not None:
+        self._packed = result.packed
+        self._arrived: torch.cuda.Event | None = None
+        if landing is not None:
+            self._packed, self._arrived = landing
             self._packed.copy_(result.packed, non_blocking=True)
             self._arrived.record()
 
