@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from speculators.decoding.row_acceptance import RowAcceptance
 from speculators.decoding.sampling import SamplingParams
 from speculators.decoding.statistics import Round
 from speculators.decoding.step_times import StepTimes
+from speculators.registry import get_algorithm
 from speculators.verifier import Verifier
 
 VOCABULARY = 64
@@ -239,9 +242,48 @@ def test_graphs_are_timed_as_the_engine_launches_them(verifier: Verifier, monkey
         batch.use_static_buffers(capture=False)
         batch.prefill(PROMPTS)
         drafts.drafts = 4
-        draft, verify = profiler._time_graphs(batch, 507)
-    assert draft == 0 and verify > 0
+        assert profiler._time_graphs(batch, 507) > 0
     assert batch.graphs is not None and {(key, length) for key, length, _ in batch.graphs._seen} == {(4, 512)}  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("method", ["dspark", "eagle3"])
+def test_all_graphs_are_captured_before_any_is_timed(method: str, verifier: Verifier, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiler, "CLOCK_SECONDS", 0.0)
+    monkeypatch.setattr(profiler, "WARM_UP_SECONDS", 0.0)
+    events: list[str] = []
+    captured: set[Hashable] = set()
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"num_layers": 1, "num_draft_tokens": 3, "aux_hidden_state_layer_ids": [1, 2], "mask_token_id": 3}
+    drafter = get_algorithm(method).speculator_class.from_verifier(verifier.weights, **options).eval()
+    schedule, sampling = profiler._Forced(), SamplingParams(max_new_tokens=400, ignore_eos=True)
+    with torch.inference_mode():
+        batch = Batch(verifier, drafter, PROMPTS, sampling, 3, schedule, max_length=512)
+    batch.use_static_buffers(capture=True)
+    assert batch.graphs is not None
+
+    def capture(shapes: Hashable, length: int) -> None:  # without a graph the round runs eagerly
+        if shapes not in captured:
+            captured.add(shapes)
+            events.append("capture")
+
+    def begin() -> Batch:
+        batch.state.reset()
+        batch.prefill(PROMPTS)
+        return batch
+
+    def timed(batch: Batch, longest: int) -> float:
+        for _ in range(4):
+            batch.longest = longest
+            batch.next_round()
+        events.append("timed")
+        return float(schedule.drafts)
+
+    monkeypatch.setattr(batch.graphs, "_try_to_capture", capture)
+    monkeypatch.setattr(profiler, "_seconds_in_a_row", timed)
+    with torch.inference_mode():
+        assert profiler._measure_graphs(begin, schedule, (0, 1, 3), 500) == [(0.0, 0.0), (0.0, 1.0), (0.0, 3.0)]
+    assert "capture" in events and "timed" not in events[: len(events) - events[::-1].index("capture")], "captures come first"
+    assert captured == batch.graphs._seen, "and nothing is left to capture"
 
 
 def test_an_unusable_cache_costs_a_measurement_and_no_error(

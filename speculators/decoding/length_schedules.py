@@ -189,7 +189,7 @@ class AutoLength:
         cut: whether to read confidences.
     """
 
-    PROBE, HOLD = 16, 4
+    PROBE, HOLD = 32, 4
     # Before anything was recorded all rows have as much to do, and more than a block of it.
     UNKNOWN_REMAINING = 1000
 

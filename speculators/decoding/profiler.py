@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -40,12 +40,14 @@ LONGEST_PROMPT = {"cuda": 4096}
 REPEATS = 3
 # Rounds that are launched one behind the other and timed together, where they are graphs.
 IN_A_ROW = 16
-# Rounds before those that are timed: buffers and kernels of the shape, then on CUDA its graph; and there so many seconds of
-# rounds in a row, in which clocks rise and caches fill.
+# Rounds before those that are timed: buffers and kernels of the shape, then on CUDA its graph.
 WARM_UP = {"cuda": 3}
+# On CUDA so many seconds of rounds in a row come before those that are timed, in which caches fill and the clock rises: a few
+# after each prefill, and many after the graphs were captured, when the GPU idled and its clock fell.
 WARM_UP_SECONDS = 0.05
+CLOCK_SECONDS = 0.3
 # Counts up when what is timed changes: times kept by an earlier version are then measured anew.
-MEASUREMENT = 3
+MEASUREMENT = 4
 # A width whose first timed round takes this long is not timed again.
 ENOUGH_SECONDS = 1.0
 
@@ -221,16 +223,51 @@ def _measure_batch(
     prompts = [torch.randint(verifier.vocab_size, (size,), generator=generator).tolist() for size in sizes]
     params = replace(sampling, max_new_tokens=plan.max_new_tokens, ignore_eos=True, stop_token_ids=None)
     schedule = _Forced()
-    measured = []
-    for part in parts:
+
+    def begin() -> Batch:
         batch = prepare(verifier, drafter, prompts, params, most_drafts, schedule)
         batch.prefill(prompts)
-        for count in part:
-            schedule.drafts = count
-            time_rounds = _time_rounds if batch.graphs is None else _time_graphs
-            # Without drafts there is nothing to draft but a few tensors to make.
-            draft_seconds, verify_seconds = time_rounds(batch, plan.bound)
-            measured.append((draft_seconds if count else 0.0, verify_seconds))
+        return batch
+
+    measure_drafts = _measure_graphs if device == "cuda" else _measure_eagerly
+    return measure_drafts(begin, schedule, drafts, plan.bound)
+
+
+def _measure_eagerly(begin: Callable[[], Batch], schedule: _Forced, drafts: Sequence[int], longest: int) -> list[tuple[float, float]]:
+    """`_measure_batch` where rounds run eagerly: all numbers of drafts on the same rows.
+
+    Args:
+        begin: a batch of the made-up rows after its prefill.
+        schedule: of the batch.
+        drafts: as in `measure`.
+        longest: a bound of the rows' lengths.
+    """
+    batch, measured = begin(), []
+    for count in drafts:
+        schedule.drafts = count
+        draft_seconds, verify_seconds = _time_rounds(batch, longest)
+        # Without drafts there is nothing to draft but a few tensors to make.
+        measured.append((draft_seconds if count else 0.0, verify_seconds))
+    return measured
+
+
+def _measure_graphs(begin: Callable[[], Batch], schedule: _Forced, drafts: Sequence[int], longest: int) -> list[tuple[float, float]]:
+    """`_measure_batch` where rounds are graphs: the rows anew for each number of drafts; arguments as for `_measure_eagerly`.
+
+    All graphs are captured before anything is timed: while the host captures, the GPU idles, and its clock stays low for longer
+    than the rounds take that are timed. Only a batch that has more graphs than `MAX_GRAPHS` captures some again.
+    """
+    for count in (*drafts, *drafts):  # twice, since the first round after a prefill may have shapes of its own
+        schedule.drafts = count
+        batch = begin()
+        for _ in range(WARM_UP["cuda"]):
+            batch.longest = longest
+            batch.next_round()
+    _run_graphs(batch, longest, CLOCK_SECONDS)
+    measured = []
+    for count in drafts:
+        schedule.drafts = count
+        measured.append((0.0, _time_graphs(begin(), longest)))
     return measured
 
 
@@ -255,18 +292,20 @@ def _time_rounds(batch: Batch, longest: int) -> tuple[float, float]:
     return median(draft for draft, _ in times), median(verify for _, verify in times)
 
 
-def _time_graphs(batch: Batch, longest: int) -> tuple[float, float]:
-    """A round that is a graph, all of it in the second half; arguments as for `_time_rounds`."""
-    for _ in range(WARM_UP.get(batch.anchor.device.type, 1)):
-        batch.longest = longest
-        batch.next_round()
-    warm_until = _now(batch.anchor) + WARM_UP_SECONDS
-    while time.perf_counter() < warm_until:
-        _seconds_in_a_row(batch, longest)
+def _time_graphs(batch: Batch, longest: int) -> float:
+    """Seconds of a round that is a graph, halves not told apart; arguments as for `_time_rounds`."""
+    _run_graphs(batch, longest, WARM_UP_SECONDS)
     times: list[float] = []
     while len(times) < REPEATS and sum(times) * IN_A_ROW < ENOUGH_SECONDS:
         times.append(_seconds_in_a_row(batch, longest))
-    return 0.0, median(times)
+    return median(times)
+
+
+def _run_graphs(batch: Batch, longest: int, seconds: float) -> None:
+    """Rounds in a row for so many seconds, with nothing in between."""
+    until = _now(batch.anchor) + seconds
+    while time.perf_counter() < until:
+        _seconds_in_a_row(batch, longest)
 
 
 def _seconds_in_a_row(batch: Batch, longest: int) -> float:

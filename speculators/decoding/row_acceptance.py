@@ -31,9 +31,9 @@ class RowAcceptance:
     """
 
     # Acceptance nobody measured counts as this many rounds of one row, and a measured one as more; rounds fade by FORGET a round.
-    UNKNOWN, UNKNOWN_ROUNDS, KNOWN_ROUNDS, FORGET = 0.7, 4.0, 64.0, 0.99
+    UNKNOWN, UNKNOWN_ROUNDS, KNOWN_ROUNDS, FORGET = 0.7, 4.0, 64.0, 0.995
     # Variance of the frailties to begin with, which counts as what one row with 10 expected rejections shows (e ** 2); its bounds.
-    VARIANCE, VARIANCE_WEIGHT, VARIANCES = 1 / 8, 100.0, (1 / 50, 1 / 2)
+    VARIANCE, VARIANCE_WEIGHT, VARIANCES = 1 / 4, 100.0, (1 / 50, 1 / 2)
 
     def __init__(self, acceptance: Sequence[float], positions: int, rows: int) -> None:
         known = np.array(acceptance[:positions], dtype=np.float64)
