@@ -296,7 +296,7 @@ def _kernel(chain: MarkovChain, draw: Randomness | None, shortlist: Tensor | Non
     # A tile of W2 fills at most 64 KiB of shared memory.
     rank_block = max(16, triton.next_power_of_2(rank))
     block = max(16, min(128, (1 << 16) // (rank_block * bias_head.element_size()), triton.next_power_of_2(columns)))
-    # By the vocabulary alone: sums come out the same alone and in company.
+    # By the vocabulary alone. A row alone, though, is summed by other instructions than one of many, with other roundings.
     tiles = triton.cdiv(triton.cdiv(columns, block), _PROGRAMS)
     programs = triton.cdiv(columns, block * tiles)
     # Few rows one by one: a matrix product would compute sixteen of them, and what follows it too.

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from speculators.verifier import Verifier
 
 _source_tree = Path(__file__).parent.parent
-if not (_source_tree / "speculators" / "kernels").is_dir():
-    # A source tree on the path, as for `python -m` at its root, keeps `algorithms` and `kernels` beside this folder.
+if (_source_tree / "kernels" / "launch.py").is_file():
+    # A source tree on the path, as for `python -m` at its root, keeps `algorithms` and `kernels` beside this folder, not in it.
     __path__.append(str(_source_tree))
 
 _HOMES = {

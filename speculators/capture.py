@@ -1,12 +1,19 @@
-"""What all captures of CUDA graphs need."""
+"""What captures of CUDA graphs and what runs beside them need."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-__all__ = ["without_collection"]
+import torch
+
+__all__ = ["current_device", "without_collection"]
+
+
+def current_device(device: torch.device) -> AbstractContextManager[object]:
+    """Make a CUDA device the current one, whose stream graphs are captured on and events are recorded on; no other device has any."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @contextmanager

@@ -283,7 +283,8 @@ def test_all_graphs_are_captured_before_any_is_timed(method: str, verifier: Veri
     with torch.inference_mode():
         assert profiler._measure_graphs(begin, schedule, (0, 1, 3), 500) == [(0.0, 0.0), (0.0, 1.0), (0.0, 3.0)]
     assert "capture" in events and "timed" not in events[: len(events) - events[::-1].index("capture")], "captures come first"
-    assert captured == batch.graphs._seen, "and nothing is left to capture"
+    steady = {drafts: sum(key == drafts for key, *_ in captured) for drafts in (0, 1, 3)}  # type: ignore[misc]
+    assert min(steady.values()) > 0, "of every number of drafts"
 
 
 def test_an_unusable_cache_costs_a_measurement_and_no_error(

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from speculators.errors import ConfigError
 from speculators.training.build import build_speculator
+from speculators.training.gradients import FreshGradients
 from speculators.training.graph import Capture
 from speculators.training.memory import ran_out_of_memory
 from speculators.training.optimizer import DrafterOptimizer
@@ -147,3 +148,14 @@ def test_a_weight_that_the_loss_does_not_reach_decays_like_the_others(verifier: 
     before = unreached.detach().clone()
     step.run(0, torch.arange(4), 1e-1)
     torch.testing.assert_close(unreached.detach(), before * (1 - 1e-1 * 0.5), rtol=1e-6, atol=0)
+
+
+def test_parameters_whose_sum_autograd_hands_one_gradient_still_add_up_each_by_itself() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(4)) for _ in range(2)]
+    gradients = FreshGradients(parameters)
+    gradients.begin()
+    for micro_batch in range(2):
+        sum(parameter.view(2, 2) for parameter in parameters).sum().mul(2.0).backward()  # type: ignore[union-attr]
+        if micro_batch == 0:
+            gradients.complete()
+    assert all(torch.equal(parameter.grad, torch.full((4,), 4.0)) for parameter in parameters)  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ from typing import Literal
 
 import torch
 
+from speculators.capture import current_device
 from speculators.decoding.arguments import AUTO, check_draft_tokens, check_prompts, choose_schedule
 from speculators.decoding.batch import Arriving, prepare
 from speculators.decoding.length_schedules import LengthSchedule
@@ -86,37 +87,38 @@ def generate(
     """
     check_prompts(verifier, prompts, sampling)
     draft_tokens = check_draft_tokens(drafter, num_draft_tokens)
-    chosen = choose_schedule(verifier, drafter, prompts, sampling, num_draft_tokens, confidence_threshold, schedule)
-    started = time.perf_counter()
-    batch = prepare(verifier, drafter, prompts, sampling, draft_tokens, chosen)
-    replies = Replies(len(prompts), on_tokens)
-    replies.add(batch.arriving(batch.prefill(prompts)), prefill=True)
-    decoding_started = _now(verifier.device)
-    forwards = 0
-    running: Arriving | None = None
-    while replies.active:
-        # The anchor is a token of the reply, but not yet in the cache.
-        known = max(len(prompt) + len(reply) - 1 for prompt, reply in zip(prompts, replies.token_ids, strict=True))
-        if running is None:
-            batch.longest = known
-            running = batch.arriving(batch.next_round())
-        ahead = None
-        # A graph reads nothing from the host: the next round starts before the host has looked at this one, unless this one must
-        # be the last. Where stop tokens end it after all, the round ahead emits nothing.
-        if batch.graphs is not None and replies.shortest + running.width < sampling.max_new_tokens:
-            batch.longest = known + running.width
-            ahead = batch.arriving(batch.next_round())
-        chosen.record(replies.add(running), replies.remaining(sampling.max_new_tokens))
-        running = ahead
-        forwards += 1
-    return Generation(
-        token_ids=replies.token_ids,
-        rounds=replies.rounds,
-        finish_reasons=replies.finish_reasons,
-        seconds=time.perf_counter() - decoding_started,  # the last tokens are on the host
-        prefill_seconds=decoding_started - started,
-        verify_forwards=forwards,
-    )
+    with current_device(verifier.device):
+        chosen = choose_schedule(verifier, drafter, prompts, sampling, num_draft_tokens, confidence_threshold, schedule)
+        started = time.perf_counter()
+        batch = prepare(verifier, drafter, prompts, sampling, draft_tokens, chosen)
+        replies = Replies(len(prompts), on_tokens)
+        replies.add(batch.arriving(batch.prefill(prompts)), prefill=True)
+        decoding_started = _now(verifier.device)
+        forwards = 0
+        running: Arriving | None = None
+        while replies.active:
+            # The anchor is a token of the reply, but not yet in the cache.
+            known = max(len(prompt) + len(reply) - 1 for prompt, reply in zip(prompts, replies.token_ids, strict=True))
+            if running is None:
+                batch.longest = known
+                running = batch.arriving(batch.next_round())
+            ahead = None
+            # A graph reads nothing from the host: the next round starts before the host has looked at this one, unless this one must
+            # be the last. Where stop tokens end it after all, the round ahead emits nothing.
+            if batch.graphs is not None and replies.shortest + running.width < sampling.max_new_tokens:
+                batch.longest = known + running.width
+                ahead = batch.arriving(batch.next_round())
+            chosen.record(replies.add(running), replies.remaining(sampling.max_new_tokens))
+            running = ahead
+            forwards += 1
+        return Generation(
+            token_ids=replies.token_ids,
+            rounds=replies.rounds,
+            finish_reasons=replies.finish_reasons,
+            seconds=time.perf_counter() - decoding_started,  # the last tokens are on the host
+            prefill_seconds=decoding_started - started,
+            verify_forwards=forwards,
+        )
 
 
 def _now(device: torch.device) -> float:

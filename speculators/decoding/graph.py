@@ -30,7 +30,7 @@ Settled = tuple[Hashable, Placement]
 # Cached positions that attention reads are rounded up to a multiple: one graph for each multiple that is reached.
 LENGTH_MULTIPLE = 512
 # Graphs of one batch. Each keeps the activations of a round, in a pool that all of them share.
-MAX_GRAPHS = 16
+MAX_GRAPHS = 40
 # Batches whose buffers and graphs wait for the next call with the same shapes: so many, and while so much of the device is free.
 MAX_BATCHES = 4
 FREE_SHARE = 0.5
@@ -91,6 +91,7 @@ class StaticState:
             shape = tuple((t.shape, t.dtype) for t in _tensors(value))
             shapes.append(shape)
             if not shape:
+                placement += [(holder, name, None)] if value is None else []
                 continue
             buffer = self._buffers.get((index, shape))
             if buffer is None:

@@ -21,6 +21,7 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor
 
+from speculators.capture import current_device
 from speculators.data.default_verifier import cache_folder
 from speculators.decoding.batch import Batch, prepare
 from speculators.decoding.graph import LENGTH_MULTIPLE
@@ -30,6 +31,7 @@ from speculators.decoding.sampling import SamplingParams
 from speculators.decoding.step_times import StepTimes
 from speculators.errors import DataError
 from speculators.evaluation.evaluate import device_name
+from speculators.kernels import launch
 from speculators.verifier import Verifier
 
 logger = logging.getLogger(__name__)
@@ -41,13 +43,13 @@ REPEATS = 3
 # Rounds that are launched one behind the other and timed together, where they are graphs.
 IN_A_ROW = 16
 # Rounds before those that are timed: buffers and kernels of the shape, then on CUDA its graph.
-WARM_UP = {"cuda": 3}
+WARM_UP = {"cuda": 4}
 # On CUDA so many seconds of rounds in a row come before those that are timed, in which caches fill and the clock rises: a few
 # after each prefill, and many after the graphs were captured, when the GPU idled and its clock fell.
 WARM_UP_SECONDS = 0.05
 CLOCK_SECONDS = 0.3
 # Counts up when what is timed changes: times kept by an earlier version are then measured anew.
-MEASUREMENT = 4
+MEASUREMENT = 5
 # A width whose first timed round takes this long is not timed again.
 ENOUGH_SECONDS = 1.0
 
@@ -129,7 +131,9 @@ def identity(
         "rows": rows,
         "lengths": asdict(lengths),
         "drafts": list(widths(max_drafts, verifier.device)),
+        "early": launch.enabled,
         "greedy": sampling.greedy,
+        "pipeline": [sampling.only_temperature, sampling.verification],
         "penalty": sampling.repetition_penalty != 1.0,
     }
 
@@ -154,7 +158,8 @@ def measure(
     Returns:
         The median of a few repetitions for each point.
     """
-    table = [_measure_batch(verifier, drafter, count, drafts, sampling, lengths) for count in rows]
+    with current_device(verifier.device):
+        table = [_measure_batch(verifier, drafter, count, drafts, sampling, lengths) for count in rows]
     return StepTimes(
         tuple(rows),
         tuple(drafts),
@@ -255,11 +260,12 @@ def _measure_graphs(begin: Callable[[], Batch], schedule: _Forced, drafts: Seque
     """`_measure_batch` where rounds are graphs: the rows anew for each number of drafts; arguments as for `_measure_eagerly`.
 
     All graphs are captured before anything is timed: while the host captures, the GPU idles, and its clock stays low for longer
-    than the rounds take that are timed. Only a batch that has more graphs than `MAX_GRAPHS` captures some again.
+    than the rounds take that are timed. The first round after a prefill may have shapes of its own: it occurs once for each number of
+    drafts, when that is timed, and so runs eagerly.
     """
-    for count in (*drafts, *drafts):  # twice, since the first round after a prefill may have shapes of its own
+    batch = begin()
+    for count in drafts:
         schedule.drafts = count
-        batch = begin()
         for _ in range(WARM_UP["cuda"]):
             batch.longest = longest
             batch.next_round()

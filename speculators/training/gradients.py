@@ -27,7 +27,7 @@ class Gradients(Protocol):
         ...
 
     def complete(self) -> None:
-        """After the step's first backward pass: parameters that it did not reach have a gradient of zeros."""
+        """After the step's first backward pass: parameters that it did not reach have a gradient of zeros, and each a memory of its own."""
         ...
 
     def begin_last(self) -> None:
@@ -66,9 +66,13 @@ class FreshGradients:
 
     def complete(self) -> None:
         """See `Gradients.complete`."""
+        seen: set[int] = set()
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+            elif parameter.grad.untyped_storage().data_ptr() in seen:  # of a sum of two parameters: both were handed the same memory
+                parameter.grad = parameter.grad.clone()
+            seen.add(parameter.grad.untyped_storage().data_ptr())
 
     def begin_last(self) -> None:
         """See `Gradients.begin_last`."""

@@ -19,7 +19,8 @@ _LARGE = 2e13  # FLOPs of a micro-batch, about 25 milliseconds of an H100 or H20
 def is_large(trainable: int, tokens: int) -> bool:
     """Whether a micro-batch computes for so long that its launches hide behind it.
 
-    A graph cannot leave out rows of the loss nor share a teacher row between them: a large step is faster without.
+    A graph cannot leave out rows of the loss nor share a teacher row between them: a large step is faster without. A rough measure:
+    tables count as if they multiplied, and every token as if all layers saw it.
 
     Args:
         trainable: parameters.
