@@ -20,6 +20,7 @@ from speculators.decoding.engine import generate
 from speculators.decoding.sampling import SamplingParams
 from speculators.errors import CheckpointError, ConfigError
 from speculators.kernels.distillation_loss import distillation_loss
+from speculators.kernels.markov_sampling import TableFactors
 from speculators.registry import get_algorithm
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -39,7 +40,7 @@ def test_targets_are_compared_over_the_draft_vocabulary() -> None:
     torch.testing.assert_close(out.cross_entropy, -(q.gather(1, labels[:, None])[:, 0] / kept).log())
 
 
-def test_the_markov_table_is_asked_for_verifier_tokens_not_for_draft_tokens() -> None:
+def test_the_markov_table_is_asked_for_verifier_tokens_not_for_draft_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     verifier = tiny_verifier("llama")
     kept = torch.arange(1, 64, 3)
     options: dict[str, Any] = {"num_layers": 1, "num_draft_tokens": 4, "aux_hidden_state_layer_ids": [1, 2], "mask_token_id": 3}
@@ -48,8 +49,13 @@ def test_the_markov_table_is_asked_for_verifier_tokens_not_for_draft_tokens() ->
     )
     speculator.set_draft_vocabulary(kept)
     asked: list[Tensor] = []
-    table = speculator.get_submodule("markov_head.markov_w1")
-    table.register_forward_hook(lambda _, inputs, __: asked.append(inputs[0].clone()))
+    look_up = TableFactors.__call__
+
+    def recorded(factors: TableFactors, k: int, previous: Tensor) -> Tensor:
+        asked.append(previous.clone())
+        return look_up(factors, k, previous)
+
+    monkeypatch.setattr(TableFactors, "__call__", recorded)
     reply = generate(verifier, speculator.eval(), [[5, 9, 11]], SamplingParams(max_new_tokens=12, ignore_eos=True)).token_ids[0]
     drafted = {int(token) for ids in asked for token in ids.flatten()} - set(reply)  # anchors are the verifier's own tokens
     assert len(asked) > 8 and drafted and drafted <= set(kept.tolist())
