@@ -203,7 +203,7 @@ class DSpark(DFlash):
             confidence_logits=logits,
             confidence=options.confidence,
         )
-        if logits is None or terms.confidence_cross_entropy is None:
+        if logits is None or terms.confidence_cross_entropy is None or terms.acceptance is None:
             return output
         entropy, target, kept = terms.confidence_cross_entropy.view_as(logits), terms.acceptance.view_as(logits), supervision.mask.float()
         error = ((logits.detach().sigmoid() - target.float()).abs() * kept).sum((0, 1))

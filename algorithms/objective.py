@@ -35,6 +35,9 @@ class Objective(FormatModel):
         activation_checkpointing: what decoder layers compute again in the backward pass instead of keeping it: nothing, the
             "feed_forward" (half of their memory for a sixth more arithmetic), or whole "layers" (all but their inputs, for a
             third more). The gradients are the same.
+        acceptance_in_training: whether training steps measure acceptance and L1 also where the loss is cross-entropy against the data's
+            labels alone. False then leaves the verifier's logits out of them, a third of the loss's arithmetic; validation, which runs
+            without gradients, always measures. Without effect where the loss (or a confidence head's) needs those logits.
     """
 
     cross_entropy: float = Field(0.0, ge=0)
@@ -46,6 +49,12 @@ class Objective(FormatModel):
     dpace_alpha: float = Field(0.5, ge=0, le=1)
     depth_weights: list[float] | None = None
     activation_checkpointing: Checkpointing = "none"
+    acceptance_in_training: bool = True
+
+    @property
+    def needs_verifier(self) -> bool:
+        """Whether the loss depends on the verifier's distribution, and not on labels of the data alone."""
+        return self.labels == "verifier" or self.l1 > 0 or self.kl > 0
 
 
 @lru_cache(maxsize=64)
@@ -109,8 +118,8 @@ def block_loss(
         confidence: weight of its binary cross entropy, beside the other terms.
 
     Returns:
-        The loss with metrics by draft position, the raw terms of the slots that took part ([R * N * K], or [R * E]), and the
-        weights [R, N, K].
+        The loss with metrics by draft position ("l1" and both acceptances where the verifier was asked), the raw terms of the slots
+        that took part ([R * N * K], or [R * E]), and the weights [R, N, K].
     """
     verifier = speculator.verifier
     mask = supervision.mask if mask is None else mask
@@ -140,16 +149,20 @@ def block_loss(
             full = torch.zeros(mask.numel(), device=mask.device).index_put((index,), log_probability.float())
             return dpace_weights(full.view(mask.shape), mask, objective.dpace_alpha).flatten()[index]
 
-    with torch.no_grad():
-        teacher = verifier.final_norm(batch.last_hidden_state).flatten(0, 1)
-        first_row = torch.arange(rows, device=mask.device)[:, None, None] * batch.last_hidden_state.shape[1]
+    measures = objective.acceptance_in_training or not torch.is_grad_enabled()
+    teacher = teacher_rows = None
+    if measures or objective.needs_verifier or confidence_logits is not None:
+        with torch.no_grad():
+            teacher = verifier.final_norm(batch.last_hidden_state).flatten(0, 1)
+            first_row = torch.arange(rows, device=mask.device)[:, None, None] * batch.last_hidden_state.shape[1]
+            teacher_rows = select(supervision.teacher_rows + first_row)
     terms = distillation_loss(
         hidden.flatten(0, -2),
         verifier.head,
         teacher,
         select(supervision.labels) if objective.labels == "data" else None,
         select(weights),
-        teacher_rows=select(supervision.teacher_rows + first_row),
+        teacher_rows=teacher_rows,
         bias_factors=None if bias_factors is None else bias_factors.flatten(0, -2),
         bias_head=bias_head,
         confidence_logits=None if confidence_logits is None else confidence_logits.flatten(),
@@ -176,10 +189,11 @@ def block_loss(
     metrics = {
         "loss": (terms.loss.detach(), denominator.detach()),
         "cross_entropy": by_position(terms.cross_entropy),
-        "l1": by_position(terms.l1),
-        "acceptance": by_position(terms.acceptance),
-        "greedy_acceptance": by_position(terms.matches),
     }
+    if terms.l1 is not None and terms.acceptance is not None:
+        metrics["l1"] = by_position(terms.l1)
+        metrics["acceptance"] = by_position(terms.acceptance)
+        metrics["greedy_acceptance"] = by_position(terms.matches)
     return LossOutput(loss, metrics), terms, restore(terms.weights)
 
 

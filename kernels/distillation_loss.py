@@ -16,6 +16,7 @@ head W and, for DSpark, a low-rank Markov bias:
 [rows, vocabulary] never exists as a whole: rows go through in chunks (`row_chunks.py`), and each chunk leaves the gradients of h,
 f and M behind, so that the backward pass is one multiplication. Rows of weight zero are left out, and a teacher row that
 serves several draft rows of a chunk is computed once. Arithmetic for n draft and t teacher rows: 2 V H (2 n + t).
+Cross-entropy against the data's labels needs no teacher: without one t is 0, and L1, KL and acceptance stay unknown.
 
 Weights may depend on the drafter's own log p_y (D-PACE): a chunk asks for them between its logits and their gradients.
 
@@ -55,22 +56,24 @@ Reweigh = Callable[[Tensor, Tensor], Tensor]
 class DistillationOutput:
     """Loss and statistics of `distillation_loss`. A row of weight zero is skipped: its statistics are 0 and False.
 
+    Without a teacher, `l1`, `kl` and `acceptance` are None.
+
     Attributes:
         loss: scalar, sum_i w_i * (ce * CE_i + l1 * L1_i + kl * KL_i + confidence * BCE_i); the only differentiable one.
         cross_entropy: [M] nats; 0 where the label lies outside the draft vocabulary.
         l1: [M] in [0, 2].
         kl: [M] nats.
         acceptance: [M] in [0, 1].
-        matches: [M] bool, the drafter's likeliest token is the verifier's.
+        matches: [M] bool, the drafter's likeliest token is the verifier's; without a teacher, the label.
         weights: [M] w_i.
         confidence_cross_entropy: [M] nats, BCE; None without confidence logits.
     """
 
     loss: Tensor
     cross_entropy: Tensor
-    l1: Tensor
-    kl: Tensor
-    acceptance: Tensor
+    l1: Tensor | None
+    kl: Tensor | None
+    acceptance: Tensor | None
     matches: Tensor
     weights: Tensor
     confidence_cross_entropy: Tensor | None = None
@@ -83,8 +86,8 @@ class _Task:
     head: FrozenHead
     draft_head: FrozenHead  # of the draft vocabulary
     draft_rows: Tensor | None  # [Vd]
-    teacher_hidden: Tensor  # [T, H]
-    labels: Tensor | None  # [M], None for the verifier's likeliest token
+    teacher_hidden: Tensor | None  # [T, H]
+    labels: Tensor | None  # [M], None for the verifier's likeliest token; there without a teacher
     weights: Tensor  # [M]
     reweigh: Reweigh | None
     cross_entropy: float
@@ -92,9 +95,16 @@ class _Task:
     kl: float
     chunks: list[Chunk]
 
-    def label_columns(self, chunk: Chunk, teacher_choice: Tensor) -> tuple[Tensor, Tensor]:
-        """Columns of a chunk's labels among the draft logits, and whether they are there; `teacher_choice` is [n]."""
-        labels = teacher_choice if self.labels is None else self.labels[chunk.rows]
+    def targets(self, chunk: Chunk, teacher_choices: Tensor | None) -> Tensor:
+        """The tokens [n] that the drafter should like most: the likeliest ones [t] of the teacher rows, or else the labels."""
+        if teacher_choices is not None:
+            return teacher_choices[chunk.positions]
+        assert self.labels is not None
+        return self.labels[chunk.rows]
+
+    def label_columns(self, chunk: Chunk, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Columns of a chunk's labels among the draft logits, and whether they are there."""
+        labels = targets if self.labels is None else self.labels[chunk.rows]
         return label_columns(labels, len(self.head.weight), self.draft_rows)
 
     def weigh(self, chunk: Chunk, log_probability: Tensor, known: Tensor) -> Tensor:
@@ -106,23 +116,23 @@ class _Task:
         self.weights[chunk.rows] = weights
         return weights
 
-    def matches(self, draft_choice: Tensor, teacher_choice: Tensor) -> Tensor:
-        """Whether both like the same verifier token most."""
-        return (draft_choice if self.draft_rows is None else self.draft_rows[draft_choice]) == teacher_choice
+    def matches(self, draft_choices: Tensor, targets: Tensor) -> Tensor:
+        """Whether the drafter's likeliest columns [n] are the targets."""
+        return (draft_choices if self.draft_rows is None else self.draft_rows[draft_choices]) == targets
 
 
 @dataclass(frozen=True)
 class _Result:
     """What the chunks fill in."""
 
-    statistics: Tensor  # [4, M]: cross-entropy, L1, KL, acceptance
+    statistics: Tensor  # [4, M]: cross-entropy, L1, KL, acceptance; [1, M] without a teacher
     matches: Tensor  # [M] bool
     gradients: list[Tensor]  # of hidden, bias_factors and bias_head, as far as these are there
 
     @classmethod
     def empty(cls, task: _Task, inputs: list[Tensor]) -> "_Result":
         rows, device = len(task.weights), task.weights.device
-        statistics = torch.zeros(4, rows, dtype=task.weights.dtype, device=device)
+        statistics = torch.zeros(1 if task.teacher_hidden is None else 4, rows, dtype=task.weights.dtype, device=device)
         gradients = [torch.zeros_like(x) for x in inputs[:2]]
         gradients += [torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=device) for x in inputs[2:]]
         return cls(statistics, torch.zeros(rows, dtype=torch.bool, device=device), gradients)
@@ -131,22 +141,24 @@ class _Result:
 # -- the definition ----------------------------------------------------------------------------------------------
 
 
-def _row_losses(log_p: Tensor, teacher_logits: Tensor, columns: Tensor, known: Tensor, draft_rows: Tensor | None) -> Tensor:
+def _row_losses(log_p: Tensor, teacher_logits: Tensor | None, columns: Tensor, known: Tensor, draft_rows: Tensor | None) -> Tensor:
     """The definition, for autograd to differentiate.
 
     Args:
         log_p: [n, Vd], the drafter's log-probabilities.
-        teacher_logits: [n, V].
+        teacher_logits: [n, V] or None.
         columns: [n] int64, the label's column.
         known: [n] bool, whether it has one.
         draft_rows: [Vd] int64 or None.
 
     Returns:
-        [4, n] cross-entropy, L1, KL and acceptance.
+        [4, n] cross-entropy, L1, KL and acceptance; [1, n] without a teacher.
     """
+    cross_entropy = torch.where(known, -log_p.gather(1, columns[:, None])[:, 0], 0.0)
+    if teacher_logits is None:
+        return cross_entropy[None]
     log_q, p = F.log_softmax(teacher_logits, dim=1), log_p.exp()
     q = log_q.exp()
-    cross_entropy = torch.where(known, -log_p.gather(1, columns[:, None])[:, 0], 0.0)
     unreachable = torch.zeros_like(cross_entropy)
     if draft_rows is not None:
         unreachable = q.index_fill(1, draft_rows, 0.0).sum(dim=1)
@@ -161,9 +173,12 @@ def _reference(task: _Task, inputs: list[Tensor], with_gradient: bool) -> _Resul
     terms = [(c, term) for term, c in enumerate((task.cross_entropy, task.l1, task.kl)) if c]
     result = _Result.empty(task, inputs)
     for chunk in task.chunks:
-        teacher_logits = task.head.logits(chunk.take_teacher(task.teacher_hidden))[chunk.positions]
-        teacher_choice = teacher_logits.argmax(dim=1)
-        columns, known = task.label_columns(chunk, teacher_choice)
+        teacher_logits = teacher_choices = None
+        if task.teacher_hidden is not None:
+            teacher_logits = task.head.logits(chunk.take_teacher(task.teacher_hidden))
+            teacher_choices, teacher_logits = teacher_logits.argmax(dim=1), teacher_logits[chunk.positions]
+        targets = task.targets(chunk, teacher_choices)
+        columns, known = task.label_columns(chunk, targets)
         leaves = [chunk.take(x) for x in inputs[:2]] + inputs[2:]
         with torch.set_grad_enabled(with_gradient and bool(terms)):
             leaves = [leaf.detach().requires_grad_(torch.is_grad_enabled()) for leaf in leaves]
@@ -181,7 +196,7 @@ def _reference(task: _Task, inputs: list[Tensor], with_gradient: bool) -> _Resul
                     total += gradient
         used = weights != 0
         result.statistics[:, chunk.rows] = torch.where(used, losses.detach(), 0.0)
-        result.matches[chunk.rows] = task.matches(draft_logits.detach().argmax(dim=1), teacher_choice) & used
+        result.matches[chunk.rows] = task.matches(draft_logits.detach().argmax(dim=1), targets) & used
     return result
 
 
@@ -265,7 +280,7 @@ if triton is not None:
         positions,  # [n] rows of the teacher
         labels,  # [n] columns, -1 for none
         weights,  # [n]
-        statistics,  # [3, n] L1, KL, acceptance
+        statistics,  # [3, n] L1, KL, acceptance; of HAS_TEACHER
         count,
         draft_size,
         teacher_size,
@@ -278,22 +293,26 @@ if triton is not None:
         HAS_HEAD_BIAS: tl.constexpr,
         HAS_SOFTCAP: tl.constexpr,
         REDUCED: tl.constexpr,
+        HAS_TEACHER: tl.constexpr,
         HAS_L1: tl.constexpr,
         WITH_GRADIENT: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
-        """One program a row. The L1 gradient needs <p, s> first, hence a second pass; the other losses need one."""
+        """One program a row. The L1 gradient needs <p, s> first, hence a second pass; the other losses need one.
+
+        Without HAS_TEACHER only the gradient of the cross-entropy is left: nothing of the teacher exists, nor `statistics`.
+        """
         row = tl.program_id(0).to(tl.int64)
         draft_row = draft + row * draft_size
         bias_row = bias + row * draft_size
-        position = tl.load(positions + row)
-        teacher_row = teacher + position * teacher_size
         weight = tl.load(weights + row)
         label = tl.load(labels + row)
         log_draft = tl.load(draft_log_sums + row)
-        log_teacher = tl.load(teacher_log_sums + position)
-        log_reached = tl.load(reached_log_sums + position)
-        reached = tl.exp(log_reached - log_teacher)  # the teacher's mass on the draft vocabulary
+        if HAS_TEACHER:
+            position = tl.load(positions + row)
+            teacher_row = teacher + position * teacher_size
+            log_teacher = tl.load(teacher_log_sums + position)
+            log_reached = tl.load(reached_log_sums + position)
         known = tl.where(label >= 0, 1.0, 0.0)
         l1 = 0.0
         acceptance = 0.0
@@ -307,24 +326,27 @@ if triton is not None:
                 z, capped = _load_logits(
                     draft_row, bias_row, draft_head_bias, columns, inside, scale, softcap, HAS_BIAS, HAS_HEAD_BIAS, HAS_SOFTCAP
                 )
-                ids = columns
-                if REDUCED:
-                    ids = tl.load(draft_ids + columns, mask=inside, other=0)
-                t, _ = _load_logits(
-                    teacher_row, teacher_row, teacher_head_bias, ids, inside, scale, softcap, False, HAS_HEAD_BIAS, HAS_SOFTCAP
-                )
                 p = tl.exp(z - log_draft)
-                q = tl.exp(t - log_teacher)
-                sign = tl.where(p > q, 1.0, tl.where(p < q, -1.0, 0.0))
-                q_reached = tl.exp(t - log_reached)
-                if number == 0:
-                    l1 += tl.sum((p - q) * sign, 0)
-                    acceptance += tl.sum(tl.minimum(p, q), 0)
-                    sign_mean += tl.sum(p * sign, 0)
-                    difference = tl.where(inside, t - log_reached, 0.0) - tl.where(inside, z - log_draft, 0.0)
-                    kl += tl.sum(q_reached * difference, 0)
+                if HAS_TEACHER:
+                    ids = columns
+                    if REDUCED:
+                        ids = tl.load(draft_ids + columns, mask=inside, other=0)
+                    t, _ = _load_logits(
+                        teacher_row, teacher_row, teacher_head_bias, ids, inside, scale, softcap, False, HAS_HEAD_BIAS, HAS_SOFTCAP
+                    )
+                    q = tl.exp(t - log_teacher)
+                    sign = tl.where(p > q, 1.0, tl.where(p < q, -1.0, 0.0))
+                    q_reached = tl.exp(t - log_reached)
+                    if number == 0:
+                        l1 += tl.sum((p - q) * sign, 0)
+                        acceptance += tl.sum(tl.minimum(p, q), 0)
+                        sign_mean += tl.sum(p * sign, 0)
+                        difference = tl.where(inside, t - log_reached, 0.0) - tl.where(inside, z - log_draft, 0.0)
+                        kl += tl.sum(q_reached * difference, 0)
                 if WITH_GRADIENT and number == PASSES - 1:
-                    gradient = ce_coefficient * known * (p - tl.where(columns == label, 1.0, 0.0)) + kl_coefficient * (p - q_reached)
+                    gradient = ce_coefficient * known * (p - tl.where(columns == label, 1.0, 0.0))
+                    if HAS_TEACHER:
+                        gradient += kl_coefficient * (p - q_reached)
                     if HAS_L1:
                         gradient += l1_coefficient * p * (sign - sign_mean)
                     gradient = weight * gradient
@@ -334,11 +356,12 @@ if triton is not None:
                     if HAS_SOFTCAP:
                         gradient = gradient * (1.0 - (capped / softcap) * (capped / softcap))
                     tl.store(draft_row + columns, gradient.to(draft.dtype.element_ty), mask=inside)
-        if REDUCED:
-            l1 += tl.maximum(1.0 - reached, 0.0)
-        tl.store(statistics + row, l1)
-        tl.store(statistics + count + row, kl)
-        tl.store(statistics + 2 * count + row, acceptance)
+        if HAS_TEACHER:
+            if REDUCED:  # the teacher's mass outside the draft vocabulary
+                l1 += tl.maximum(1.0 - tl.exp(log_reached - log_teacher), 0.0)
+            tl.store(statistics + row, l1)
+            tl.store(statistics + count + row, kl)
+            tl.store(statistics + 2 * count + row, acceptance)
 
 
 def _kernel(task: _Task, inputs: list[Tensor], with_gradient: bool) -> _Result:
@@ -348,15 +371,16 @@ def _kernel(task: _Task, inputs: list[Tensor], with_gradient: bool) -> _Result:
         return result
     head, draft_head = task.head, task.draft_head
     hidden, *bias = inputs
-    draft_size, teacher_size = len(draft_head.weight), len(head.weight)
     # Where nothing comes between W h and M f, the bias is added to the logits; a capped or scaled head keeps the two apart.
     apart = bool(bias) and (head.softcap is not None or head.scale != 1.0)
-    draft_buffer = hidden.new_empty(max(len(chunk.rows) for chunk in task.chunks), draft_size)
-    teacher_buffer = hidden.new_empty(max(len(chunk.teacher_rows) for chunk in task.chunks), teacher_size)
+    draft_buffer = hidden.new_empty(max(len(chunk.rows) for chunk in task.chunks), len(draft_head.weight))
+    teachers = 0 if task.teacher_hidden is None else max(len(chunk.teacher_rows) for chunk in task.chunks)
+    teacher_buffer = hidden.new_empty(teachers, len(head.weight))
     bias_buffer = torch.empty_like(draft_buffer) if apart else draft_buffer
     for chunk in task.chunks:
-        count = len(chunk.rows)
-        teacher = torch.mm(chunk.take_teacher(task.teacher_hidden), head.weight.T, out=teacher_buffer[: len(chunk.teacher_rows)])
+        count, teacher = len(chunk.rows), None
+        if task.teacher_hidden is not None:
+            teacher = torch.mm(chunk.take_teacher(task.teacher_hidden), head.weight.T, out=teacher_buffer[: len(chunk.teacher_rows)])
         draft, bias_logits = draft_buffer[:count], bias_buffer[:count]
         torch.mm(chunk.take(hidden), draft_head.weight.T, out=draft)
         factors = chunk.take(bias[0]) if bias else None
@@ -367,15 +391,23 @@ def _kernel(task: _Task, inputs: list[Tensor], with_gradient: bool) -> _Result:
         with torch.cuda.device_of(hidden):
             _launch(task, chunk, draft, bias_logits if apart else None, teacher, result, with_gradient)
         if with_gradient:
-            result.gradients[0][chunk.rows] = torch.mm(draft, draft_head.weight)
+            _multiply(draft, draft_head.weight, result.gradients[0], chunk)
             if factors is not None:  # without a buffer of its own, M f has the gradient of W h
-                result.gradients[1][chunk.rows] = torch.mm(bias_logits, bias[1])
+                _multiply(bias_logits, bias[1], result.gradients[1], chunk)
                 result.gradients[2].add_(torch.mm(bias_logits.T, factors))
     return result
 
 
+def _multiply(left: Tensor, right: Tensor, target: Tensor, chunk: Chunk) -> None:
+    """left @ right into the chunk's rows of a target; without a copy where they are a range."""
+    if chunk.place is None:
+        target[chunk.rows] = torch.mm(left, right)
+    else:
+        torch.mm(left, right, out=target[chunk.place])
+
+
 def _launch(
-    task: _Task, chunk: Chunk, draft: Tensor, bias_logits: Tensor | None, teacher: Tensor, result: _Result, with_gradient: bool
+    task: _Task, chunk: Chunk, draft: Tensor, bias_logits: Tensor | None, teacher: Tensor | None, result: _Result, with_gradient: bool
 ) -> None:
     """The kernels of one chunk: statistics into `result`, the gradients of the logits over the logits."""
     head, draft_head = task.head, task.draft_head
@@ -405,17 +437,19 @@ def _launch(
         )
         return log_sums, choices
 
-    teacher_log_sums, teacher_choices = softmax(teacher, None, head, None)
-    reached = teacher_log_sums if task.draft_rows is None else softmax(teacher, None, head, task.draft_rows)[0]
+    teacher_log_sums = teacher_choices = reached = None
+    if teacher is not None:
+        teacher_log_sums, teacher_choices = softmax(teacher, None, head, None)
+        reached = teacher_log_sums if task.draft_rows is None else softmax(teacher, None, head, task.draft_rows)[0]
     draft_log_sums, draft_choices = softmax(draft, bias_logits, draft_head, None)
-    choices = teacher_choices[chunk.positions]
-    columns, known = task.label_columns(chunk, choices)
+    targets = task.targets(chunk, teacher_choices)
+    columns, known = task.label_columns(chunk, targets)
     label_logits = draft_head.finish(draft.gather(1, columns[:, None])[:, 0], columns)
     if bias_logits is not None:
         label_logits = label_logits + bias_logits.gather(1, columns[:, None])[:, 0]
     log_probability = label_logits - draft_log_sums
     weights = task.weigh(chunk, log_probability, known)
-    statistics = torch.empty(3, count, dtype=torch.float32, device=device)
+    statistics = torch.empty(len(result.statistics) - 1, count, dtype=torch.float32, device=device)
     _distillation_kernel[(count,)](
         draft,
         draft if bias_logits is None else bias_logits,
@@ -432,7 +466,7 @@ def _launch(
         statistics,
         count,
         draft.shape[1],
-        teacher.shape[1],
+        len(head.weight),
         head.scale,
         head.softcap or 1.0,
         task.cross_entropy,
@@ -441,6 +475,7 @@ def _launch(
         **parts,
         HAS_BIAS=bias_logits is not None,
         REDUCED=task.draft_rows is not None,
+        HAS_TEACHER=teacher is not None,
         HAS_L1=task.l1 != 0,
         WITH_GRADIENT=with_gradient,
         BLOCK=min(4096, triton.next_power_of_2(draft.shape[1])),
@@ -449,7 +484,7 @@ def _launch(
     used = weights != 0
     cross_entropy = torch.where(known, -log_probability, 0.0)
     result.statistics[:, chunk.rows] = torch.where(used, torch.cat([cross_entropy[None], statistics]), 0.0)
-    result.matches[chunk.rows] = task.matches(draft_choices, choices) & used
+    result.matches[chunk.rows] = task.matches(draft_choices, targets) & used
 
 
 # -- the public function -----------------------------------------------------------------------------------------
@@ -462,11 +497,11 @@ class _DistillationLoss(torch.autograd.Function):
     def forward(ctx: Any, task: _Task, use_kernel: bool, with_gradient: bool, *inputs: Tensor) -> tuple[Tensor, ...]:
         with torch.autocast(inputs[0].device.type, enabled=False):
             result = (_kernel if use_kernel else _reference)(task, [x.detach() for x in inputs], with_gradient)
-        cross_entropy, l1, kl, acceptance = result.statistics.unbind()
-        loss = (task.weights * (task.cross_entropy * cross_entropy + task.l1 * l1 + task.kl * kl)).sum()
+        terms = [c * values for c, values in zip((task.cross_entropy, task.l1, task.kl), result.statistics, strict=False)]
+        loss = (task.weights * torch.stack(terms).sum(dim=0)).sum()
         ctx.save_for_backward(*(gradient.to(x.dtype) for gradient, x in zip(result.gradients, inputs, strict=True)))
-        ctx.mark_non_differentiable(cross_entropy, l1, kl, acceptance, result.matches)
-        return loss, cross_entropy, l1, kl, acceptance, result.matches
+        ctx.mark_non_differentiable(result.statistics, result.matches)
+        return loss, result.statistics, result.matches
 
     @staticmethod
     @once_differentiable
@@ -477,7 +512,7 @@ class _DistillationLoss(torch.autograd.Function):
 def distillation_loss(
     hidden: Tensor,
     head: Tensor,
-    teacher_hidden: Tensor,
+    teacher_hidden: Tensor | None,
     labels: Tensor | None,
     weights: Tensor,
     *,
@@ -508,7 +543,8 @@ def distillation_loss(
     Args:
         hidden: [M, H] drafter states after its final norm.
         head: [V, H] the verifier's head.
-        teacher_hidden: [T, H] verifier states after its final norm; T = M where `teacher_rows` is None.
+        teacher_hidden: [T, H] verifier states after its final norm; T = M where `teacher_rows` is None. None computes nothing of the
+            verifier, for cross-entropy against labels alone.
         labels: [M] int64 verifier ids; an id outside the draft vocabulary (or no id at all, as -1) adds no CE. None takes the
             verifier's likeliest token.
         weights: [M] float32. A row of weight zero is skipped, whatever it holds.
@@ -527,14 +563,19 @@ def distillation_loss(
         logit_softcap: cap c of c * tanh(logits / c), or None.
         head_bias: [V] or None.
         draft_rows: [Vd] int64 different verifier ids, the reduced draft vocabulary, or None where Vd = V.
-        chunk_rows: rows a chunk; None keeps the draft and teacher logits of a chunk near 0.5 GB on a GPU, 64 MB elsewhere.
+        chunk_rows: rows a chunk; None takes `FrozenHead.default_chunk_rows`.
         implementation: "auto" takes the kernel on CUDA below float64.
 
     Raises:
-        ValueError: only one of bias_factors and bias_head is given.
+        ValueError: only one of bias_factors and bias_head is given, or no teacher where something depends on it.
     """
     if (bias_factors is None) != (bias_head is None):
         raise ValueError("distillation_loss needs bias_factors and bias_head together; give both or neither")
+    if teacher_hidden is None and (labels is None or l1 or kl or confidence_logits is not None):
+        raise ValueError(
+            "distillation_loss without teacher_hidden is cross-entropy against labels alone: it needs labels, l1 = kl = 0"
+            f" (here {l1} and {kl}) and no confidence_logits"
+        )
     use_kernel = implementation == "triton" or (
         implementation == "auto" and head.is_cuda and head.dtype != torch.float64 and triton is not None
     )
@@ -544,31 +585,32 @@ def distillation_loss(
     frozen = FrozenHead(head.detach(), head_bias, float(logit_scale), logit_softcap).to(dtype)
     draft_head = frozen.select(draft_rows)
     used = weights != 0
-    if teacher_rows is None:
-        teacher_rows = torch.arange(len(hidden), device=hidden.device)
+    columns = len(draft_head.weight) + (0 if teacher_hidden is None else len(head))
     task = _Task(
         frozen,
         draft_head,
         draft_rows,
-        teacher_hidden.detach().to(dtype),
+        None if teacher_hidden is None else teacher_hidden.detach().to(dtype),
         None if labels is None else labels.contiguous(),
         weights.detach().to(accurate).clone(),
         reweigh,
         float(cross_entropy),
         float(l1),
         float(kl),
-        row_chunks(used, teacher_rows, chunk_rows=chunk_rows or frozen.default_chunk_rows(len(draft_head.weight)), block_rows=block_rows),
+        row_chunks(used, teacher_rows, chunk_rows=chunk_rows or frozen.default_chunk_rows(columns), block_rows=block_rows),
     )
     inputs = [hidden.to(dtype)]
     if bias_factors is not None and bias_head is not None:
         inputs += [bias_factors.to(dtype), bias_head.to(dtype)]
     with_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    outputs = _DistillationLoss.apply(task, use_kernel, with_gradient, *inputs)  # type: ignore[no-untyped-call]
-    loss, ce_rows, l1_rows, kl_rows, acceptance, matches = outputs
+    loss, statistics, matches = _DistillationLoss.apply(task, use_kernel, with_gradient, *inputs)  # type: ignore[no-untyped-call]
+    cross_entropy_rows, *others = statistics.unbind()
+    l1_rows, kl_rows, acceptance = others or (None, None, None)
     entropy = None
     if confidence_logits is not None:
+        assert acceptance is not None
         logits = torch.where(used, confidence_logits.to(accurate), 0.0)
         entropy = torch.where(used, F.binary_cross_entropy_with_logits(logits, acceptance, reduction="none"), 0.0)
         loss = loss + confidence * (task.weights * entropy).sum()
         entropy = entropy.detach()
-    return DistillationOutput(loss, ce_rows, l1_rows, kl_rows, acceptance, matches, task.weights, entropy)
+    return DistillationOutput(loss, cross_entropy_rows, l1_rows, kl_rows, acceptance, matches, task.weights, entropy)

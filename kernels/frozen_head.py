@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Bytes of a chunk's logits, the drafter's and the teacher's together; on the CPU autograd keeps a few more of them.
+# Bytes of a chunk's logits, the drafter's and, with one, the teacher's together; on the CPU autograd keeps a few more of them.
 _CHUNK_BYTES = {"cuda": 1 << 29, "cpu": 1 << 26}
 
 
@@ -58,13 +58,13 @@ class FrozenHead:
             logits = self.softcap * torch.tanh(logits / self.softcap)
         return logits
 
-    def default_chunk_rows(self, draft_size: int) -> int:
-        """Rows whose logits fill a chunk: about 0.5 GB on a GPU, 64 MB elsewhere; whole GPU tiles where that allows.
+    def default_chunk_rows(self, columns: int) -> int:
+        """Rows whose logits fill a chunk of `_CHUNK_BYTES`; whole GPU tiles where that allows.
 
         Args:
-            draft_size: columns of the drafter's logits. A row may need a teacher row of its own.
+            columns: logits of a row: the drafter's and, with a teacher, as many as a teacher row of its own has.
         """
-        row_bytes = (len(self.weight) + draft_size) * self.weight.element_size()
+        row_bytes = columns * self.weight.element_size()
         rows = _CHUNK_BYTES.get(self.weight.device.type, _CHUNK_BYTES["cpu"]) // row_bytes
         return rows // 128 * 128 if rows >= 128 else max(rows, 1)
 

@@ -3,6 +3,8 @@
 A chunk holds draft rows and the teacher rows they are compared with, each teacher row once: neighbouring blocks overlap, so
 that one teacher row serves several draft rows. Leaving rows out needs their number on the host. While a CUDA graph is
 captured that cannot be, and every row takes part with a teacher row of its own; the results are the same.
+
+Where all rows take part in the order they have, a chunk is a range, and taking its rows copies nothing.
 """
 
 from __future__ import annotations
@@ -24,16 +26,18 @@ class Chunk:
         positions: [n] int64, which of them each draft row is compared with.
         used: [n] bool, the draft rows that take part, where a chunk could not leave out the others; its teacher rows are
             then one a draft row. None where all do.
+        place: `rows` as a slice, where the host knows that they are a range.
     """
 
     rows: Tensor
     teacher_rows: Tensor
     positions: Tensor
     used: Tensor | None = None
+    place: slice | None = None
 
     def take(self, values: Tensor) -> Tensor:
         """Draft rows of [M, size]; zeros for those that take no part, since they may hold anything, and 0 * nan is nan."""
-        return self._used_only(values[self.rows])
+        return self._used_only(values[self.rows if self.place is None else self.place])
 
     def take_teacher(self, values: Tensor) -> Tensor:
         """Teacher rows of [T, size], likewise."""
@@ -43,12 +47,12 @@ class Chunk:
         return values if self.used is None else torch.where(self.used[:, None], values, 0.0)
 
 
-def row_chunks(used: Tensor, teacher_rows: Tensor, *, chunk_rows: int, block_rows: int = 1) -> list[Chunk]:
+def row_chunks(used: Tensor, teacher_rows: Tensor | None, *, chunk_rows: int, block_rows: int = 1) -> list[Chunk]:
     """Cut rows into chunks.
 
     Args:
         used: [M] bool, rows that take part.
-        teacher_rows: [M] int64, the teacher row of each.
+        teacher_rows: [M] int64, the teacher row of each; None for row i, also where there is no teacher at all.
         chunk_rows: the most rows of a chunk.
         block_rows: rows come in blocks of this many, and no block is cut; a larger block makes a larger chunk. Single rows
             are put in the order of their teacher rows, so that as many as can be share one.
@@ -58,13 +62,15 @@ def row_chunks(used: Tensor, teacher_rows: Tensor, *, chunk_rows: int, block_row
     return _used_rows(used, teacher_rows, chunk_rows, block_rows)
 
 
-def _all_rows(used: Tensor, teacher_rows: Tensor, chunk_rows: int, block_rows: int) -> list[Chunk]:
+def _all_rows(used: Tensor, teacher_rows: Tensor | None, chunk_rows: int, block_rows: int) -> list[Chunk]:
     step = max(1, chunk_rows // block_rows) * block_rows
-    index = torch.arange(len(teacher_rows), device=teacher_rows.device)
-    return [Chunk(rows, teacher_rows[rows], index[: len(rows)], used[rows]) for rows in index.split(step)]
+    index = torch.arange(len(used), device=used.device)
+    teachers = index if teacher_rows is None else teacher_rows
+    parts = [slice(start, start + step) for start in range(0, len(used), step)]
+    return [Chunk(index[part], teachers[part], index[: len(index[part])], used[part], part) for part in parts]
 
 
-def _used_rows(used: Tensor, teacher_rows: Tensor, chunk_rows: int, block_rows: int) -> list[Chunk]:
+def _used_rows(used: Tensor, teacher_rows: Tensor | None, chunk_rows: int, block_rows: int) -> list[Chunk]:
     device = used.device
     ends = used.view(-1, block_rows).sum(dim=1).cumsum(dim=0).cpu()  # rows used up to the end of each block
     total = int(ends[-1]) if len(ends) else 0
@@ -78,6 +84,10 @@ def _used_rows(used: Tensor, teacher_rows: Tensor, chunk_rows: int, block_rows: 
     if total == 0:
         return []
     rows = used.nonzero()[:, 0]
+    if teacher_rows is None:
+        index, every = torch.arange(total, device=device), total == len(used)
+        parts = [slice(start, stop) for start, stop in pairwise(bounds)]
+        return [Chunk(rows[part], rows[part], index[: len(rows[part])], place=part if every else None) for part in parts]
     if block_rows == 1:
         rows = rows[teacher_rows[rows].argsort(stable=True)]
     starts = torch.tensor(bounds[:-1], device=device)

@@ -126,6 +126,42 @@ def test_a_row_without_supervised_tokens_has_loss_zero_and_zero_gradients(method
     assert all(p.grad is None or not p.grad.any() for p in speculator.parameters())
 
 
+VERIFIER_METRICS = {"l1", "acceptance", "greedy_acceptance"}
+LABELS_ALONE: dict[str, Any] = {"cross_entropy": 1.0, "l1": 0.0, "kl": 0.0, "labels": "data"}
+
+
+@pytest.mark.parametrize("weights", ["decay", "dpace"])
+@pytest.mark.parametrize("method", ["eagle3", "peagle", "dflash", "dspark"])
+def test_leaving_acceptance_out_of_training_changes_no_gradient_and_validation_has_it(method: str, weights: str) -> None:
+    found = []
+    for measured in (True, False):
+        training = {**LABELS_ALONE, "position_weights": weights, "acceptance_in_training": measured}
+        options: dict[str, Any] = {"markov_rank": 4, "enable_confidence_head": False} if method == "dspark" else {}
+        if method == "peagle":
+            training |= {"segments": 2, "num_depths": 5}
+        speculator, batch = drafter(method, torch.float64, training=training, **options).train(), packed_batch([40], dtype=torch.float64)
+        output = loss_at(speculator, batch, [5, 9, 20, 33])
+        output.loss.backward()
+        found.append((output.loss.detach(), {name: p.grad for name, p in speculator.named_parameters()}))
+        assert VERIFIER_METRICS & output.metrics.keys() == (VERIFIER_METRICS if measured else set())
+        with torch.no_grad():
+            validated = loss_at(speculator, batch, [5, 9, 20, 33])
+        assert validated.metrics.keys() == output.metrics.keys() | VERIFIER_METRICS
+        torch.testing.assert_close({name: validated.metrics[name] for name in output.metrics}, output.metrics)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("method", "training"), [("dflash", {"kl": 0.1}), ("dflash", {"l1": 0.1}), ("dflash", {"labels": "verifier"}), ("dspark", {})]
+)
+def test_a_loss_that_needs_the_verifier_always_has_its_metrics(method: str, training: dict[str, Any]) -> None:
+    """DSpark for the target of its confidence head."""
+    speculator = drafter(method, training={**LABELS_ALONE, "acceptance_in_training": False, **training}).train()
+    output = loss_at(speculator, packed_batch([40]), [5, 9])
+    assert VERIFIER_METRICS <= output.metrics.keys()
+    assert ("confidence_error" in output.metrics) == (method == "dspark")
+
+
 def test_dspark_confidence_loss_sends_no_gradient_into_the_backbone() -> None:
     """C7: no gradient flows from the confidence target or its inputs into the draft logits."""
     options = {"markov_rank": 4, "training": {"cross_entropy": 0.0, "l1": 0.0, "confidence": 1.0}}

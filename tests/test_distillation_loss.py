@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from speculators.algorithms.objective import dpace_weights
 from speculators.kernels import row_chunks as chunking
 from speculators.kernels.distillation_loss import DistillationOutput, distillation_loss
+from speculators.kernels.frozen_head import FrozenHead
 from speculators.kernels.row_chunks import row_chunks
 
 # Without a GPU the kernel runs in Triton's interpreter, on CPU tensors.
@@ -436,6 +438,106 @@ def test_shared_teacher_rows_equal_repeated_ones(implementation: str, captured: 
     assert_agrees(output, gradients, expected, exact, tolerance=2e-5)
 
 
+# -- without a teacher -------------------------------------------------------------------------------------------
+
+LABELS_ALONE: dict[str, Any] = {"cross_entropy": 0.7, "l1": 0.0, "kl": 0.0}
+PRECISIONS = [("reference", torch.float64, 1e-10), ("triton", torch.float32, 2e-5)]
+
+
+@pytest.mark.parametrize(("implementation", "dtype", "tolerance"), PRECISIONS, ids=IMPLEMENTATIONS)
+@pytest.mark.parametrize("variant", VARIANTS, ids=variant_name)
+def test_cross_entropy_against_labels_alone_is_the_same_without_a_teacher(
+    variant: dict[str, Any], implementation: Any, dtype: torch.dtype, tolerance: float
+) -> None:
+    problem = random_problem(rows=9, vocabulary=129, dtype=dtype, **variant) | LABELS_ALONE
+    problem["weights"] = problem["weights"].to(dtype)
+    output, gradients = loss_and_gradients(problem | {"teacher_hidden": None}, chunk_rows=4, implementation=implementation)
+    assert output.l1 is output.kl is output.acceptance is None
+    definition, exact = dense_definition(problem)
+    assert_agrees(output, gradients, {name: definition[name] for name in ("loss", "cross_entropy")}, exact, tolerance)
+    asked, asked_gradients = loss_and_gradients(problem, chunk_rows=4, implementation=implementation)
+    torch.testing.assert_close([output.loss, output.cross_entropy, *gradients], [asked.loss, asked.cross_entropy, *asked_gradients])
+
+
+@pytest.mark.parametrize(("implementation", "dtype", "tolerance"), PRECISIONS, ids=IMPLEMENTATIONS)
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("variant", [{"rank": 2}, {"reduced": True, "softcap": True, "head_bias": True, "rank": 2}], ids=variant_name)
+def test_dpace_goes_without_a_teacher_and_rows_without_weight_may_hold_anything(
+    variant: dict[str, Any], captured: bool, implementation: Any, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also as while a graph is captured, where rows without weight take part."""
+    problem = random_problem(rows=12, dtype=dtype, **variant) | LABELS_ALONE
+    mask = torch.tensor([1, 1, 1, 1, 1, 1, 0, 0, 1, 0, 0, 0], dtype=torch.bool, device=DEVICE)
+    problem["weights"] = mask.to(dtype)
+
+    def reweigh(log_probability: Tensor, rows: Tensor) -> Tensor:
+        full = torch.zeros(12, dtype=dtype, device=DEVICE).index_put((rows,), log_probability)
+        return dpace_weights(full.view(3, 4), mask.view(3, 4), 0.5).flatten()[rows]
+
+    options = {"reweigh": reweigh, "block_rows": 4, "chunk_rows": 5, "implementation": implementation}
+    asked, _ = loss_and_gradients(problem, **options)
+    definition, exact = dense_definition(problem | {"weights": asked.weights})
+    for name in ("hidden", "bias_factors"):
+        problem[name][~mask] = math.nan
+    problem["labels"][~mask] = -100
+    if captured:
+        monkeypatch.setattr(chunking, "_used_rows", chunking._all_rows)
+    output, gradients = loss_and_gradients(problem | {"teacher_hidden": None}, **options)
+    assert output.weights[mask].count_nonzero() == mask.sum() and not output.weights[~mask].any()
+    torch.testing.assert_close(output.weights, asked.weights)
+    definition["cross_entropy"][~mask] = 0.0
+    assert_agrees(output, gradients, {name: definition[name] for name in ("loss", "cross_entropy")}, exact, tolerance)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_without_a_teacher_a_match_is_the_label(implementation: str) -> None:
+    hidden = torch.tensor([[0.0, 9.0, 1.0], [0.0, 9.0, 1.0], [0.0, 9.0, 1.0], [0.0, 9.0, 1.0]], device=DEVICE)
+    labels, weights = torch.tensor([1, 2, -1, 1], device=DEVICE), torch.tensor([1.0, 1.0, 1.0, 0.0], device=DEVICE)
+
+    def matches(**options: Any) -> list[bool]:
+        output = distillation_loss(
+            hidden, torch.eye(3, device=DEVICE), None, labels, weights, **LABELS_ALONE, implementation=implementation, **options
+        )
+        found: list[bool] = output.matches.tolist()
+        return found
+
+    assert matches() == [True, False, False, False]
+    # What the drafter cannot propose is neither its choice nor matched.
+    assert matches(draft_rows=torch.tensor([0, 2], device=DEVICE)) == [False, True, False, False]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_teacher_is_a_third_of_the_arithmetic_and_half_of_a_default_chunk(implementation: str) -> None:
+    rows, vocabulary, size = 6, 37, 8
+    problem = random_problem(rows=rows, vocabulary=vocabulary, hidden=size, dtype=torch.float32) | LABELS_ALONE
+    for teacher, products in ((problem["teacher_hidden"], 3), (None, 2)):
+        with FlopCounterMode(display=False) as counter:
+            loss_and_gradients(problem | {"teacher_hidden": teacher}, implementation=implementation)
+        assert counter.get_total_flops() == products * 2 * rows * vocabulary * size
+    head = FrozenHead(torch.zeros(4096, 8, device=DEVICE), None, 1.0, None)
+    assert head.default_chunk_rows(4096) == 2 * head.default_chunk_rows(2 * 4096) > 0
+
+
+@pytest.mark.parametrize("change", [{"labels": None}, {"l1": 0.9}, {"kl": 0.5}, {"confidence_logits": torch.zeros(9)}], ids=variant_name)
+def test_what_depends_on_the_verifier_is_refused_without_a_teacher(change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"without teacher_hidden .* needs labels, l1 = kl = 0 .* and no confidence_logits"):
+        distillation_loss(**(random_problem() | LABELS_ALONE | {"teacher_hidden": None} | change))
+
+
+def test_rows_that_all_count_are_taken_without_a_copy() -> None:
+    values, used = torch.randn(10, 3), torch.ones(10, dtype=torch.bool)
+    chunks = row_chunks(used, None, chunk_rows=4)
+    assert [chunk.rows.tolist() for chunk in chunks] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    for chunk in chunks:
+        assert chunk.take(values).data_ptr() == values[int(chunk.rows[0])].data_ptr()
+        assert torch.equal(chunk.take(values), values[chunk.rows])
+        assert torch.equal(chunk.teacher_rows[chunk.positions], chunk.rows)
+    used[2] = False
+    chunks = row_chunks(used, None, chunk_rows=4)
+    assert [chunk.rows.tolist() for chunk in chunks] == [[0, 1, 3, 4], [5, 6, 7, 8], [9]]
+    assert all(torch.equal(chunk.take(values), values[chunk.rows]) for chunk in chunks)
+
+
 # -- labels, weights that depend on the drafter, confidence ------------------------------------------------------
 
 
@@ -508,8 +610,11 @@ def test_confidence_is_scored_against_the_acceptance_and_pulls_only_itself(imple
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs exist on CUDA only")
-def test_loss_and_gradients_replay_as_a_cuda_graph() -> None:
+@pytest.mark.parametrize("teacher", [True, False])
+def test_loss_and_gradients_replay_as_a_cuda_graph(teacher: bool) -> None:
     problem = random_problem(rows=300, vocabulary=4096, hidden=64, rank=8, dtype=torch.bfloat16)
+    if not teacher:
+        problem |= {**LABELS_ALONE, "teacher_hidden": None}
     leaves = {name: problem[name].requires_grad_() for name in ("hidden", "bias_factors", "bias_head")}
 
     def step() -> tuple[Tensor, ...]:

@@ -348,6 +348,23 @@ def test_the_log_names_the_kind_of_every_number_and_has_it_by_position(verifier:
     assert records[0]["loss"] == pytest.approx(loss.item(), rel=1e-5)
 
 
+def test_a_run_without_acceptance_in_training_learns_the_same_and_evaluates_it(verifier: Verifier) -> None:
+    runs = []
+    for measured in (True, False):
+        options = {**DRAFTERS["dflash"], "training": {"anchors": 4, "acceptance_in_training": measured}}
+        runs.append(run(verifier, packed_rows(), held_out=packed_rows(3, seed=9), evaluate_every=3, method="dflash", options=options))
+    (expected, asked), (speculator, records) = runs
+    assert_same_weights(expected, speculator, rtol=1e-5, atol=1e-6)
+    assert [record["kind"] for record in records] == [record["kind"] for record in asked]
+    of_verifier = {"l1", "acceptance", "greedy_acceptance", "acceptance_length", "greedy_acceptance_length"}
+    for record, full in zip(records, asked, strict=True):
+        assert record.keys() == (full.keys() - of_verifier if record["kind"] == "train" else full.keys())
+        assert record["loss"] == pytest.approx(full["loss"], rel=1e-5)
+        assert record["cross_entropy"] == pytest.approx(full["cross_entropy"], rel=1e-5)
+    lengths = [record["acceptance_length"] for record in records if record["kind"] == "teacher-forced"]
+    assert lengths == pytest.approx([full["acceptance_length"] for full in asked if full["kind"] == "teacher-forced"], rel=1e-4)
+
+
 def test_evaluating_does_not_change_the_run_and_draws_the_same_anchors_every_time(verifier: Verifier) -> None:
     settings = {"method": "dflash", "options": DRAFTERS["dflash"]}
     rows, held_out = packed_rows(), packed_rows(3, seed=9)

@@ -21,9 +21,11 @@ from speculators.training.step import TrainingStep
 from speculators.training.world import World
 from speculators.verifier import Verifier
 
+# By method, and what is special about it.
 METHODS: dict[str, dict[str, Any]] = {
     **DRAFTERS,
     "dflash": {**DRAFTERS["dflash"], "draft_vocab_size": 16, "training": {"anchors": 4, "position_weights": "dpace"}},
+    "dflash, labels alone": {**DRAFTERS["dflash"], "training": {"anchors": 4, "acceptance_in_training": False}},
     "peagle": {"num_layers": 2, "num_draft_tokens": 3, "aux_hidden_state_layer_ids": [1, 2], "mask_token_id": 3},
     "eagle3": {"num_draft_tokens": 3, "aux_hidden_state_layer_ids": [1, 2]},
 }
@@ -59,7 +61,7 @@ class NoHost(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
-def captured_chunks(used: torch.Tensor, teacher_rows: torch.Tensor, *, chunk_rows: int, block_rows: int = 1) -> list[row_chunks.Chunk]:
+def captured_chunks(used: Tensor, teacher_rows: Tensor | None, *, chunk_rows: int, block_rows: int = 1) -> list[row_chunks.Chunk]:
     """The loss leaves rows without weight out, which takes the host, except inside a capture."""
     return row_chunks._all_rows(used, teacher_rows, chunk_rows, block_rows)
 
@@ -68,7 +70,7 @@ def training_step(
     method: str, verifier: Verifier, capture: Capture, *, cache_states: bool, optimizer: str
 ) -> tuple[TrainingStep, DrafterOptimizer]:
     rows = packed_rows()
-    config = tiny_config(method=method, options=METHODS[method], optimizer=optimizer, weight_decay=0.1, ema_decay=0.9)
+    config = tiny_config(method=method.partition(",")[0], options=METHODS[method], optimizer=optimizer, weight_decay=0.1, ema_decay=0.9)
     speculator = build_speculator(config, verifier, rows, None)
     source = hidden_state_source(verifier, speculator.aux_hidden_state_layer_ids, rows, cache_states=cache_states)
     parallel, chosen = parallelise(speculator, World(), "ddp", torch.float32), DrafterOptimizer(speculator, config)
