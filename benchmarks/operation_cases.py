@@ -17,6 +17,7 @@ from speculators.kernels.hidden_state_scatter import hidden_state_scatter
 from speculators.kernels.kv_injection import InjectionWeights, kv_injection
 from speculators.kernels.markov_sampling import MarkovChain, Randomness, TableFactors, markov_sampling
 from speculators.kernels.rejection_sampling import Distributions, rejection_sampling
+from speculators.kernels.visible_keys import visible_blocks
 
 Side = Literal["reference", "triton"]
 
@@ -140,17 +141,20 @@ class Cases:
         return Case(name, rows, run, work, "kv_injection", inputs)
 
     def block_attention(self, rows: int) -> Case:
-        """One layer's attention of a block of K over the context."""
+        """One layer's attention of a block of K over the context; which keys a query sees is worked out once for all layers."""
         s, block = self.sizes, self.sizes.draft_tokens
         query = self.random(rows, 1, block, s.heads, s.head_dim)
         key, value = (self.random(rows, 1, block, s.key_heads, s.head_dim) for _ in range(2))
         context_key, context_value = (self.random(rows, s.context, s.key_heads, s.head_dim) for _ in range(2))
         end = torch.full((rows, 1), s.context, device=self.device)
         start = torch.zeros_like(end)
+        visible = visible_blocks(start, end, block_queries=block, block_keys=block, causal=False)
 
         def run(side: Side) -> Any:
             implementation = "reference" if side == "reference" else "auto"
-            return block_attention(query, key, value, context_key, context_value, start, end, causal=False, implementation=implementation)
+            return block_attention(
+                query, key, value, context_key, context_value, start, end, causal=False, visible=visible, implementation=implementation
+            )
 
         pairs = rows * s.heads * block * (s.context + block)
         moved = rows * ((s.context + block) * 2 * s.key_heads + 2 * block * s.heads) * s.head_dim
