@@ -3,6 +3,9 @@ r"""Length scheduling in the engine: `auto` against fixed K and plain decoding a
 Writes one JSON file with the machine's name: tokens a second of every configuration (kind decode), the step times that were
 measured, and what the simulator makes of those and of the measured acceptance (kind simulated).
 
+Every batch size is measured on several batches of different prompts, each a mixture of all files: in 16 bits replies differ with K
+by rounding, and a batch waits for its slowest row, so that one batch of any size says little about which K is best.
+
     python benchmarks/scheduling.py --prompts benchmarks/prompts/*.jsonl --batches 1 2 4 8 16 32 64 128 256 \
         --output docs/results/scheduling.json --step-times docs/results/step-times.json
 """
@@ -19,8 +22,10 @@ from typing import Any
 import numpy as np
 
 from speculators.cli.common import load_drafter, load_verifier
-from speculators.data.prompts import read_prompts
+from speculators.data.prompts import Prompt, read_prompts
+from speculators.decoding.batch import longest_row
 from speculators.decoding.engine import AUTO, Generation, generate
+from speculators.decoding.graph import LENGTH_MULTIPLE
 from speculators.decoding.profiler import RowLengths, measure, step_times
 from speculators.decoding.proposal import Drafter
 from speculators.decoding.sampling import SamplingParams
@@ -71,9 +76,27 @@ class Timed:
         }
 
 
+def mixed(files: Sequence[Sequence[Prompt]]) -> list[Prompt]:
+    """The prompts of all files in an order of which every stretch has about the same share of each file."""
+    places = [((index + 0.5) / len(file), prompt) for file in files for index, prompt in enumerate(file)]
+    return [prompt for _, prompt in sorted(places, key=lambda placed: placed[0])]
+
+
+def batches_of(prompts: Sequence[list[int]], rows: int, least_batches: int, least_prompts: int) -> list[list[list[int]]]:
+    """The first batches of `rows` prompts: at least so many, of at least so many prompts, which repeat only after the last of all."""
+    count = max(least_batches, -(-least_prompts // rows))
+    return [[prompts[index % len(prompts)] for index in range(first, first + rows)] for first in range(0, count * rows, rows)]
+
+
 def rate(generations: Sequence[Generation]) -> float:
     """Tokens a second of batches that were decoded one after the other."""
     return sum(r.emitted for g in generations for row in g.rounds for r in row) / sum(g.seconds for g in generations)
+
+
+def span(batch: Sequence[Sequence[int]], sampling: SamplingParams, drafts: int) -> tuple[int, int]:
+    """Multiples of `LENGTH_MULTIPLE` that the longest row needs in its first round and in its last one."""
+    last = longest_row(batch, sampling, drafts)
+    return -(-(last - sampling.max_new_tokens) // LENGTH_MULTIPLE), -(-last // LENGTH_MULTIPLE)
 
 
 def timed(
@@ -85,9 +108,9 @@ def timed(
     repeats: int,
 ) -> Timed:
     """Run one configuration once for each shape of batches to warm up (graphs, step times), and then all of it `repeats` times."""
-    shapes = {RowLengths.of(batch, sampling).read: batch for batch in batches}
-    warm_up = list(batches) if drafts == AUTO else shapes.values()  # auto meets more shapes, a graph each
-    for batch in warm_up:
+    # Batches share their graphs where their longest rows begin and end in the same multiples of the length that attention reads.
+    spans = {span(batch, sampling, 0 if drafts in (None, AUTO) else drafts): batch for batch in batches}
+    for batch in batches if drafts == AUTO else spans.values():  # auto meets more shapes, a graph each
         generate(verifier, drafter, batch, sampling, num_draft_tokens=drafts)
     runs = [[generate(verifier, drafter, batch, sampling, num_draft_tokens=drafts) for batch in batches] for _ in range(repeats)]
     return Timed(max(runs, key=rate), [rate(run) for run in runs])
@@ -134,6 +157,7 @@ def measure_batch(
     result = {
         "rows": rows,
         "batches": len(batches),
+        "prompts": len({tuple(prompt) for batch in batches for prompt in batch}),
         "decode": {name: run.to_json() for name, run in engine.items()},
         "conditional_acceptance": conditional_acceptance_by_position([r for row in longest.rounds for r in row])[:most],
         "auto_over_best_fixed": speed["auto"] / max(speed[f"fixed:{k}"] for k in ks),
@@ -160,12 +184,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--verifier", default="smollm2-135m-instruct")
     parser.add_argument("--drafter", default="checkpoints/smollm2-135m-instruct/dspark")
-    parser.add_argument("--prompts", nargs="+", type=Path, required=True, help="prompt files; prompts repeat where a batch needs more")
+    parser.add_argument("--prompts", nargs="+", type=Path, required=True, help="prompt files, mixed in every batch")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64, 128, 256])
     parser.add_argument("--ks", nargs="+", type=int, help="fixed K to compare with; default 1 to the drafter's own")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--least-prompts", type=int, default=16, help="in as many batches as that takes: one reply alone says little")
+    parser.add_argument("--least-batches", type=int, default=4, help="of each size: the slowest row alone decides how fast one batch is")
+    parser.add_argument("--least-prompts", type=int, default=16, help="of each size, in as many batches as that takes")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device")
@@ -177,14 +202,12 @@ def main() -> None:
     verifier = load_verifier(options.verifier, options.dtype, options.device)
     drafter = load_drafter(options.drafter, verifier)
     ks = options.ks or list(range(1, drafter.default_draft_tokens + 1))
-    prompts = [verifier.encode_chat(prompt.messages) for file in options.prompts for prompt in read_prompts(file)]
+    prompts = [verifier.encode_chat(prompt.messages) for prompt in mixed([read_prompts(file) for file in options.prompts])]
     # Rows of full length: what is compared is the speed of rounds, not where replies end.
     sampling = SamplingParams(temperature=options.temperature, max_new_tokens=options.max_new_tokens, ignore_eos=True)
     results, tables = [], []
     for rows in sorted(options.batches):
-        count = rows * max(1, options.least_prompts // rows)
-        chosen = [prompts[i % len(prompts)] for i in range(count)]
-        batches = [chosen[first : first + rows] for first in range(0, count, rows)]
+        batches = batches_of(prompts, rows, options.least_batches, options.least_prompts)
         result, times = measure_batch(verifier, drafter, batches, sampling, ks, options.repeats)
         results.append(result)
         tables.append(times)
@@ -196,6 +219,7 @@ def main() -> None:
             "dtype": str(verifier.dtype).removeprefix("torch."),
             "temperature": options.temperature,
             "max_new_tokens": options.max_new_tokens,
+            "prompts": [file.name for file in options.prompts],
             "targets": TARGETS,
             "batches": results,
         }
@@ -213,7 +237,7 @@ def summary(result: dict[str, Any], most: int) -> str:
         f"{result['auto_over_best_fixed']:.2f} x the best fixed K, {result['auto_over_plain']:.2f} x plain,"
         f" {result['auto_over_largest_k']:.2f} x K = {most}"
     )
-    return f"batch {result['rows']}: tokens/s {speeds}; auto {auto}; simulated / engine {ratios}"
+    return f"batch {result['rows']} x {result['batches']}: tokens/s {speeds}; auto {auto}; simulated / engine {ratios}"
 
 
 if __name__ == "__main__":

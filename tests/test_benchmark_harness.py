@@ -23,7 +23,7 @@ def benchmark() -> Any:
         yield importlib.import_module
     finally:
         sys.path.remove(folder)
-        for name in ("harness", "training"):
+        for name in ("harness", "scheduling", "training"):
             sys.modules.pop(name, None)
 
 
@@ -53,6 +53,20 @@ def test_a_report_is_json_and_a_table_with_the_machine(benchmark: Any, tmp_path:
     assert document["measurements"][0]["floor_milliseconds"] == pytest.approx(1.0)
     lines = (tmp_path / "deep" / "table.md").read_text().splitlines()
     assert lines[0] == "# Products" and [line.count("|") for line in lines if line.startswith("|")] == [9, 9, 9, 9]
+
+
+def test_batches_of_a_size_hold_different_prompts_and_each_the_same_mixture(benchmark: Any) -> None:
+    module = benchmark("scheduling")
+    files = [[f"{name}{number}" for number in range(count)] for name, count in (("a", 200), ("b", 100), ("c", 150), ("d", 50))]
+    prompts = module.mixed(files)
+    assert sorted(prompts) == sorted(prompt for file in files for prompt in file)
+    for rows, count in ((1, 16), (2, 8), (16, 4), (64, 4), (256, 4)):
+        batches = module.batches_of(prompts, rows, 4, 16)
+        assert [len(batch) for batch in batches] == [rows] * count
+        assert len({prompt for batch in batches for prompt in batch}) == min(500, rows * count), "they repeat only after the last"
+        for batch in batches:
+            for file in files:
+                assert abs(sum(prompt in file for prompt in batch) - rows * len(file) / 500) < 2
 
 
 def test_the_training_benchmark_runs_on_a_cpu(benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
