@@ -50,9 +50,10 @@ WARM_UP_SECONDS = 0.05
 CLOCK_SECONDS = 0.3
 # Counts up when what is timed changes: times kept by an earlier version are then measured anew.
 MEASUREMENT = 6
-# The mean length of rows is rounded to multiples of so many tokens. With many rows attention over them is a large part of a round:
-# at 64 rows and more, rounding to 128 put it 5 to 10% off.
-TYPICAL_MULTIPLE = 32
+# The mean length of rows is rounded to multiples of 128 tokens, and of fewer with more rows: attention over many is a large part of
+# a round, and at 64 rows rounding to 128 put it 5 to 10% off.
+TYPICAL_MULTIPLES = (32, 128)
+ROUNDED_TOKENS = 2048  # of all rows together
 # The longest row decides only how many positions are read, in much larger steps.
 LONGEST_MULTIPLE = 128
 # A width whose first timed round takes this long is not timed again.
@@ -64,7 +65,7 @@ class RowLengths:
     """How long the rows of a batch are, rounded so that similar batches share their measurement.
 
     Attributes:
-        typical: tokens of the mean row in the middle of its reply, a multiple of `TYPICAL_MULTIPLE`.
+        typical: tokens of the mean row in the middle of its reply, rounded.
         longest: of the longest row then, a multiple of `LONGEST_MULTIPLE`.
     """
 
@@ -82,7 +83,9 @@ class RowLengths:
         lengths = [len(prompt) for prompt in prompts]
         half = sampling.max_new_tokens // 2
         mean, longest = sum(lengths) / len(lengths) + half, max(lengths) + half
-        typical = max(TYPICAL_MULTIPLE, TYPICAL_MULTIPLE * round(mean / TYPICAL_MULTIPLE))
+        least, most = TYPICAL_MULTIPLES
+        multiple = min(most, max(least, ROUNDED_TOKENS // len(prompts)))
+        typical = max(multiple, multiple * round(mean / multiple))
         return cls(typical, _up_to(longest, LONGEST_MULTIPLE))
 
 
