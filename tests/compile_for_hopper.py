@@ -99,7 +99,7 @@ def main() -> None:
 
     triton.runtime.jit.JITFunction.run = compile_only
     driver.set_active(Hopper())
-    launch.enabled, launch._supported = True, lambda device: True
+    launch.enabled, launch._supported, launch._multiprocessors = True, lambda device: True, lambda device: 132
     with torch.no_grad():
         others() if sys.argv[1] == "others" else products(getattr(torch, sys.argv[1]))
     print(json.dumps(compiled))
