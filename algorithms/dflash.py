@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from speculators.algorithms.anchors import Anchors, Supervision
 from speculators.algorithms.draft_state import DraftState
-from speculators.algorithms.layers import DecoderLayer, Projection, RMSNorm, RotaryEmbedding, initialise, run_layer
+from speculators.algorithms.layers import DecoderLayer, Projection, ResidualStream, RMSNorm, RotaryEmbedding, initialise, run_layer
 from speculators.algorithms.objective import Objective, block_loss
 from speculators.algorithms.options import DrafterOptions, common_config, default_mask_token, taps_for
 from speculators.algorithms.warm_start import continued_config
@@ -25,7 +25,6 @@ from speculators.config import SpeculatorConfig
 from speculators.decoding.proposal import DraftSampler, Observation, Proposal
 from speculators.kernels.block_attention import attention, block_attention
 from speculators.kernels.kv_injection import InjectionWeights, kv_injection
-from speculators.kernels.residual_stream import ResidualStream
 from speculators.kernels.visible_keys import VisibleKeys, visible_blocks
 from speculators.registry import Need, PluginParts, VllmServing, register_algorithm
 from speculators.speculator import Speculator, VerifierWeights
@@ -310,7 +309,7 @@ class DFlash(Speculator):
             if kind not in visible:
                 visible[kind] = cache.visible(cache.lengths, slots, causal=causal, window=window)
             layer.step(stream, rotation, partial(attention, context_key=key, context_value=value, visible=visible[kind]))
-        return stream.normed(self.norm, self.config.layers.rms_norm_eps)
+        return stream.normed(self.norm)
 
     def propose(self, state: InjectionState, anchor: Tensor, sampler: DraftSampler, num_draft_tokens: int) -> Proposal:
         """Draw every slot independently of the others, all from one pass."""

@@ -22,11 +22,10 @@ from speculators.algorithms.input_fusion import (
     complete_vllm_config,
     fusion_needs,
 )
-from speculators.algorithms.layers import Rotation, run_layer
+from speculators.algorithms.layers import ResidualStream, Rotation, run_layer
 from speculators.algorithms.objective import Objective, block_loss
 from speculators.decoding.proposal import DraftSampler, Proposal
 from speculators.kernels.block_attention import block_attention
-from speculators.kernels.residual_stream import ResidualStream
 from speculators.registry import PluginParts, VllmServing, register_algorithm
 from speculators.training.batch import LossOutput, TrainingBatch
 
@@ -171,7 +170,7 @@ class Eagle3(InputFusion):
     def propose(self, state: InputFusionState, anchor: Tensor, sampler: DraftSampler, num_draft_tokens: int) -> Proposal:
         """K passes: the first over the newly observed pairs, each further one over the token just drawn."""
         stream = ResidualStream(self.run_pending(state, 0))
-        normed = stream.normed(self.norm, self.config.layers.rms_norm_eps)
+        normed = stream.normed(self.norm)
         token = sampler.draw(self.draft_logits(normed[:, 0]), self.draft_vocabulary)
         cache = state.cache
         # Where the passes after the first one stand, [K - 1, rows], and the rotation there: once for all of them.
@@ -183,6 +182,6 @@ class Eagle3(InputFusion):
             rotation = Rotation(rotations.cosine[step], rotations.sine[step])
             fed = normed if self.config.norm_output else stream.x
             stream = self.run_block(cache, fed, self.embed(token)[:, None], rotation, starts[step], step + 1)
-            normed = stream.normed(self.norm, self.config.layers.rms_norm_eps)
+            normed = stream.normed(self.norm)
             token = sampler.draw(self.draft_logits(normed[:, 0]), self.draft_vocabulary)
         return sampler.proposal()

@@ -19,6 +19,7 @@ from speculators.algorithms.draft_state import DraftState
 from speculators.algorithms.layers import (
     DecoderLayer,
     Projection,
+    ResidualStream,
     RMSNorm,
     RotaryEmbedding,
     Rotation,
@@ -33,7 +34,6 @@ from speculators.decoding.proposal import Observation
 from speculators.errors import ConfigError
 from speculators.kernels.block_attention import attention
 from speculators.kernels.hidden_state_scatter import hidden_state_scatter
-from speculators.kernels.residual_stream import ResidualStream
 from speculators.kernels.skinny_linear import skinny_linear
 from speculators.kernels.visible_keys import VisibleKeys, visible_documents
 from speculators.registry import Need

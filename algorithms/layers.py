@@ -27,9 +27,8 @@ from speculators.kernels.attention_heads import CacheSlots, attention_heads, wri
 from speculators.kernels.head_rotation import rotate_heads
 from speculators.kernels.joined_projections import joined, lay_together
 from speculators.kernels.projection import feed_forward, gated_projection, linear
-from speculators.kernels.residual_norm import joined_norms, rms_norm
-from speculators.kernels.residual_stream import ResidualStream
-from speculators.kernels.skinny_linear import Normed, skinny_gated_linear, skinny_linear
+from speculators.kernels.residual_norm import add_rms_norm, joined_norms, rms_norm
+from speculators.kernels.skinny_linear import skinny_gated_linear, skinny_linear
 
 # (query, key, value) of the layer's own tokens -> attention output, all [..., heads, head_dim]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -157,7 +156,7 @@ class Attention(nn.Module):
         key = self._rotated(self._heads(self.k_proj(x)), self.k_norm, rotation)
         return key, self._heads(self.v_proj(x)).expand_as(key)
 
-    def together(self, x: Tensor | Normed, rotation: Rotation, cache: CacheSlots | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def together(self, x: Tensor, rotation: Rotation, cache: CacheSlots | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """`query` and `key_value` of the same tokens, in two launches where their weights lie together and no gradient is recorded.
 
         Args:
@@ -168,7 +167,6 @@ class Attention(nn.Module):
         alike = x.shape[:-1] != rotation.cosine.shape[:-2]
         weights = None if torch.is_grad_enabled() or alike else joined((self.q_proj, self.k_proj, self.v_proj))
         if weights is None:
-            x = x.value() if isinstance(x, Normed) else x
             query, (key, value) = self.query(x, rotation), self.key_value(x, rotation)
             if cache is not None:
                 shape = (len(x), -1, *key.shape[-2:])
@@ -208,17 +206,36 @@ class FeedForward(nn.Module):
         """[..., hidden] -> [..., hidden]; with `recompute` the backward pass computes all but x again (biases excepted)."""
         if recompute and not self._has_bias:
             return feed_forward(x, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
+        weights = None if torch.is_grad_enabled() else joined((self.gate_proj, self.up_proj))
+        if weights is not None:
+            out: Tensor = self.down_proj(skinny_gated_linear(x, *weights))
+            return out
         gate, up = self.gate_proj(x), self.up_proj(x)
         down = gated_projection(gate, up, self.down_proj.weight)
         return down + self.down_proj.bias.to(down.dtype) if self._has_bias else down
 
-    def onto(self, stream: ResidualStream, x: Tensor | Normed, *, recompute: bool = False) -> None:
-        """Add the output for x to a residual stream; in two launches where the weights lie together and no gradient is recorded."""
-        weights = None if torch.is_grad_enabled() else joined((self.gate_proj, self.up_proj))
-        if weights is None:
-            stream.update = self(x.value() if isinstance(x, Normed) else x, recompute=recompute)
-        else:
-            stream.add_product(skinny_gated_linear(x, *weights), self.down_proj)
+
+@dataclass
+class ResidualStream:
+    """The residual stream, whose newest summand the next norm adds: both in one launch."""
+
+    x: Tensor
+    update: Tensor | None = None
+
+    def normed(self, norm: RMSNorm) -> Tensor:
+        """Add the summand, and norm the sum."""
+        if self.update is None:
+            out: Tensor = norm(self.x)
+            return out
+        assert norm.eps is not None
+        (self.x, normed), self.update = add_rms_norm(self.x, self.update, norm.weight, norm.eps), None
+        return normed
+
+    def value(self) -> Tensor:
+        """[..., hidden], the summand included."""
+        if self.update is not None:
+            self.x, self.update = self.x + self.update, None
+        return self.x
 
 
 class DecoderLayer(nn.Module):
@@ -238,7 +255,7 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.norm_before_residual, self.epsilon = norm_before_residual, eps
+        self.norm_before_residual = norm_before_residual
         self.input_layernorm = RMSNorm(size, eps=eps)
         self.hidden_norm = RMSNorm(size, eps=eps) if fuses_embedding else None
         self.self_attn = Attention(config, 2 * size if fuses_embedding else size, normalise_heads)
@@ -274,18 +291,19 @@ class DecoderLayer(nn.Module):
     ) -> None:
         """The layer on a residual stream, in place; see `forward`. With `cache`, the tokens' keys and values are written to it."""
         if self.hidden_norm is None:
-            normed = stream.to_norm(self.input_layernorm, self.epsilon)
+            normed = stream.normed(self.input_layernorm)
         else:
             assert embedding is not None
             normed = self._fused_input(stream, self.hidden_norm, embedding)
         query, key, value = self.self_attn.together(normed, rotation, cache)
-        stream.add_product(attend(query, key, value).flatten(-2), self.self_attn.o_proj)
-        self.mlp.onto(stream, stream.to_norm(self.post_attention_layernorm, self.epsilon), recompute=recompute_feed_forward)
+        stream.update = self.self_attn.o_proj(attend(query, key, value).flatten(-2))
+        stream.update = self.mlp(stream.normed(self.post_attention_layernorm), recompute=recompute_feed_forward)
 
     def _fused_input(self, stream: ResidualStream, hidden_norm: RMSNorm, embedding: Tensor) -> Tensor:
         """[norm(embedding) ; norm(stream)]."""
-        x = stream.value()
-        normed = joined_norms(embedding, x, self.input_layernorm.weight, hidden_norm.weight, self.epsilon, self.epsilon)
+        first, x = self.input_layernorm, stream.value()
+        assert first.eps is not None and hidden_norm.eps is not None
+        normed = joined_norms(embedding, x, first.weight, hidden_norm.weight, first.eps, hidden_norm.eps)
         if self.norm_before_residual:
             stream.x = normed[..., x.shape[-1] :]
         return normed

@@ -11,7 +11,6 @@ and keys and values also go to slot start + column of their row's cache, none wh
 # Triton's kernels are typed by what they are launched with.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -175,13 +174,12 @@ def _kernel(
     memory = (states, states, states) if cache is None else (cache.keys, cache.values, cache.start)
     rows = 1 if cache is None else len(cache.start)
     with torch.cuda.device_of(states):
-        grid = (tokens, triton.cdiv(heads, block))
-        _attention_heads_kernel[grid](
+        _attention_heads_kernel[(tokens, triton.cdiv(heads, block))](
             states, cosine, sine, query_norm, key_norm, *memory, tokens // rows, 0 if cache is None else cache.keys.shape[1],
             memory[0].stride(0), memory[1].stride(0), epsilon,
             QUERY_HEADS=heads - 2 * key_heads, KEY_HEADS=key_heads, HALF=size // 2, HEADS_BLOCK=block,
             HALF_BLOCK=triton.next_power_of_2(size // 2), NORMALISE=query_norm is not None, WRITE=cache is not None, num_warps=4,
-            **dependent_launch(states, math.prod(grid)),
+            **dependent_launch(states),
         )  # fmt: skip
 
 

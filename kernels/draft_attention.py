@@ -14,7 +14,6 @@ chunk, which goes on over the block keys and is all there is.
 # Triton's kernels are typed by what they are launched with.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
-import math
 from typing import Literal
 
 import torch
@@ -28,7 +27,7 @@ try:
     import triton
     import triton.language as tl
 
-    from speculators.kernels.launch import fetch_ahead, let_next_start, wait_for_inputs
+    from speculators.kernels.launch import let_next_start, wait_for_inputs
 except ImportError:  # no build for this platform: the reference serves it
     triton = None
 
@@ -36,15 +35,13 @@ __all__ = ["draft_attention"]
 
 _CHUNK = 64  # the fewest context keys of a program
 _CHUNKS = 64  # at most; a longer context has longer chunks
-_PROGRAMS = 264  # as many programs as chunks are made for: two a multiprocessor read as fast as memory is
+_PROGRAMS = 264  # that chunks are made for: two a multiprocessor, more of shorter chunks took longer
 _WHOLE = 1024  # a context of at most so many keys is not split
 _FULL = 128  # where there are so many programs without: one a multiprocessor;
-_LONGEST = 4096  # nor one of so many keys where there are
-_MANY = 264  # so many programs
+_LONGEST = 4096  # and one of so many keys where there are `_PROGRAMS`
 _KEYS = 64  # of one step of it, at most,
-_STEP_BYTES = 1 << 14  # whose keys fill at most so much: shared memory holds two steps of keys and values, whatever their size
-_WARPS, _STAGES = 4, 2
-_FETCH = True  # whether few programs ask for their keys before their queries are there
+_STEP_BYTES = 1 << 14  # whose keys fill at most so much: shared memory holds some steps of keys and values, whatever their size
+_STAGES = 3  # steps on their way
 _QUERIES = 64  # queries of a program, those of all heads of a key head together
 
 
@@ -103,19 +100,13 @@ if triton is not None:
         query_row, query_stride, query_head, block_key_row, block_key_stride, block_key_head, block_value_row, block_value_stride,
         block_value_head, context_key_row, context_key_stride, context_key_head, context_value_row, context_value_stride,
         context_value_head,
-        CHUNK: tl.constexpr, KEYS: tl.constexpr, QUERIES: tl.constexpr, SIZE: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr,
-        FETCH: tl.constexpr, PDL: tl.constexpr,
+        CHUNK: tl.constexpr, KEYS: tl.constexpr, QUERIES: tl.constexpr, SIZE: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
     ):  # fmt: skip
         """One program a row, key head, chunk and block of queries; the last chunk is the row's block keys, or with the only one."""
+        wait_for_inputs(PDL)
         row = (tl.program_id(0) // splits).to(tl.int64)
         split = tl.program_id(0) % splits
         head = tl.program_id(1)
-        if PDL == 2 and FETCH:  # few programs: memory has nothing else to do, and hardly a chunk lies beyond its row's end
-            soon = tl.minimum(split * CHUNK + tl.arange(0, KEYS), context_keys - 1).to(tl.int64)
-            room = size * (query.dtype.element_ty.primitive_bitwidth // 8)
-            fetch_ahead(context_key + row * context_key_row + head * context_key_head + soon * context_key_stride, AHEAD, room)
-            fetch_ahead(context_value + row * context_value_row + head * context_value_head + soon * context_value_stride, AHEAD, room)
-        wait_for_inputs(PDL)
         heads = tl.num_programs(1)
         index = tl.program_id(2) * QUERIES + tl.arange(0, QUERIES)
         here = index < groups * queries
@@ -187,7 +178,7 @@ def _division(context_keys: int, programs: int) -> tuple[int, int]:
         context_keys: of every row.
         programs: of rows, key heads and blocks of queries.
     """
-    most = _WHOLE if programs < _MANY else _LONGEST
+    most = _WHOLE if programs < _PROGRAMS else _LONGEST
     if context_keys <= most and programs >= _FULL:
         return max(1, triton.next_power_of_2(context_keys)), 1
     wanted = min(_CHUNKS, triton.cdiv(_PROGRAMS, programs))
@@ -219,21 +210,19 @@ def _kernel(
         partial = torch.empty(rows, heads, splits, groups * queries, size, dtype=torch.float32, device=query.device)
         largest, total = torch.empty(2, rows, heads, splits, groups * queries, dtype=torch.float32, device=query.device)
     strides = [x.stride(axis) for x in (query, block_key, block_value, context_key, context_value) for axis in (0, 1, 2)]
-    grid = (rows * splits, heads, triton.cdiv(groups * queries, block))
     with torch.cuda.device_of(query):
-        _chunk_kernel[grid](
+        _chunk_kernel[(rows * splits, heads, triton.cdiv(groups * queries, block))](
             query, block_key, block_value, context_key, context_value,
             visible.context_start, visible.context_end, visible.block_start, visible.block_end, out, partial, largest, total,
             queries, groups, context_keys, block_key.shape[1], size, scale, splits, *strides,
-            CHUNK=chunk, KEYS=keys, QUERIES=block, SIZE=size_block, SPLIT=split, AHEAD=max(128, size_block * query.element_size()),
-            FETCH=_FETCH and context_keys > 0,
-            num_warps=_WARPS, num_stages=_STAGES, **dependent_launch(query, math.prod(grid)),
+            CHUNK=chunk, KEYS=keys, QUERIES=block, SIZE=size_block, SPLIT=split, num_warps=4, num_stages=_STAGES,
+            **dependent_launch(query),
         )  # fmt: skip
         if not split:
             return out
         _sum_kernel[(rows * queries * query_heads,)](
             partial, largest, total, out, queries, groups, heads, size, splits,
-            SPLITS=triton.next_power_of_2(splits), SIZE=size_block, num_warps=2, **dependent_launch(query, rows * queries * query_heads),
+            SPLITS=triton.next_power_of_2(splits), SIZE=size_block, num_warps=2, **dependent_launch(query),
         )  # fmt: skip
     return out
 

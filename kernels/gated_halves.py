@@ -3,7 +3,6 @@
 # Triton's kernels are typed by what they are launched with.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
-import math
 from typing import Literal
 
 import torch
@@ -59,5 +58,5 @@ def gated_halves(states: Tensor, *, implementation: Literal["auto", "reference",
     out = torch.empty(*states.shape[:-1], size, dtype=states.dtype, device=states.device)
     with torch.cuda.device_of(states):
         grid = (out.numel() // size, triton.cdiv(size, _BLOCK))
-        _gated_halves_kernel[grid](states, out, size, BLOCK=_BLOCK, num_warps=4, **dependent_launch(states, math.prod(grid)))
+        _gated_halves_kernel[grid](states, out, size, BLOCK=_BLOCK, num_warps=4, **dependent_launch(states))
     return out

@@ -70,7 +70,7 @@ def _greedy_kernel(token_ids: Tensor, lengths: Tensor, logits: Tensor) -> Accept
         )  # fmt: skip
         _compare_kernel[(batch,)](
             token_ids, lengths, largest, choice, accepted, next_token, drafts, token_ids.stride(0),
-            TILES=tiles, TILES_BLOCK=triton.next_power_of_2(tiles), num_warps=1, **dependent_launch(logits, batch),
+            TILES=tiles, TILES_BLOCK=triton.next_power_of_2(tiles), num_warps=1, **dependent_launch(logits),
         )  # fmt: skip
     return Acceptance(accepted, next_token)
 

@@ -11,7 +11,6 @@ Norm and rotation run in float32; between them y has the input's dtype, as it ha
 # Triton's kernels are typed by what they are launched with.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
-import math
 from typing import Literal
 
 import torch
@@ -91,11 +90,10 @@ def _kernel(x: Tensor, cosine: Tensor, sine: Tensor, weight: Tensor | None, epsi
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     block = min(8, triton.next_power_of_2(heads))
     with torch.cuda.device_of(x):
-        grid = (len(flat), triton.cdiv(heads, block))
-        _rotate_heads_kernel[grid](
+        _rotate_heads_kernel[(len(flat), triton.cdiv(heads, block))](
             flat, cosine, sine, weight, out, flat.stride(0), flat.stride(1), epsilon,
             HEADS=heads, HALF=size // 2, HEADS_BLOCK=block, HALF_BLOCK=triton.next_power_of_2(size // 2), NORMALISE=weight is not None,
-            num_warps=4, **dependent_launch(x, math.prod(grid)),
+            num_warps=4, **dependent_launch(x),
         )  # fmt: skip
     return out
 

@@ -14,9 +14,7 @@ about speed alone:
 - An ordinary launch after it waits for everything, as ever. Other devices and the interpreter launch the ordinary way.
 
 The next kernel may start once every program has called `let_next_start` or ended. Programs that wait occupy multiprocessors, so a
-program calls it when it has read what it needs: called at the beginning, kernels of several waves got slower by a tenth. A kernel of
-few programs between two products (`dependent_launch(tensor, programs)`) lets the next start before it waits itself: it occupies next
-to nothing, and the product after it fetches weights while it runs.
+program calls it when it has read what it needs: called at the beginning, kernels of several waves got slower by a tenth.
 """
 
 # Triton's functions are typed by what they are called with.
@@ -38,10 +36,6 @@ __all__ = ["dependent_launch"]
 
 # SPECULATORS_PDL=0 launches the ordinary way, as `--no-pdl` of benchmarks/draft.py and benchmarks/round_profile.py does.
 enabled = os.environ.get("SPECULATORS_PDL", "1") == "1"
-# Whether kernels of few programs let the next one start before they wait; for measurements.
-release_first = os.environ.get("SPECULATORS_PDL_FIRST", "1") == "1"
-# Few: so many programs a multiprocessor.
-_FEW = 2
 
 if triton is not None:
     _LINE = tl.constexpr(128)  # bytes of a line of L2
@@ -49,15 +43,13 @@ if triton is not None:
     @triton.jit
     def wait_for_inputs(PDL: tl.constexpr):
         """Wait for the kernel before. Nothing may touch memory before this."""
-        if PDL == 2:
-            tl.extra.cuda.gdc_launch_dependents()
         if PDL:
             tl.extra.cuda.gdc_wait()
 
     @triton.jit
     def let_next_start(PDL: tl.constexpr):
-        """Let the next kernel start, if it may not yet: this program is about to write its results."""
-        if PDL == 1:
+        """Let the next kernel start: this program is about to write its results."""
+        if PDL:
             tl.extra.cuda.gdc_launch_dependents()
 
     @triton.jit
@@ -78,21 +70,6 @@ def _supported(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count
-
-
-def dependent_launch(tensor: Tensor, programs: int | None = None) -> dict[str, bool | int]:
-    """Options of a launch on a tensor's device, for a kernel with the constant PDL that begins with `wait_for_inputs(PDL)`.
-
-    Args:
-        tensor: on the device.
-        programs: how many are launched, where the next kernel may start before this one has its inputs if they are few. Not for
-            products, so that no more than two kernels ever wait at once.
-    """
-    if not (enabled and _supported(tensor.device)):
-        return {"PDL": 0}
-    few = release_first and programs is not None and programs <= _FEW * _multiprocessors(tensor.device)
-    return {"PDL": 2 if few else 1, "launch_pdl": True}
+def dependent_launch(tensor: Tensor) -> dict[str, bool]:
+    """Options of a launch on a tensor's device, for a kernel with the constant PDL that begins with `wait_for_inputs(PDL)`."""
+    return {"PDL": True, "launch_pdl": True} if enabled and _supported(tensor.device) else {"PDL": False}

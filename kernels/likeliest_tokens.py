@@ -110,6 +110,6 @@ def likeliest_tokens(logits: Tensor, ids: Tensor | None = None, *, implementatio
         )  # fmt: skip
         _best_tile_kernel[(rows * slots,)](
             largest, choice, ids, token_ids, REDUCED=ids is not None, TILES=tiles, TILES_BLOCK=triton.next_power_of_2(tiles), num_warps=1,
-            **dependent_launch(logits, rows * slots),
+            **dependent_launch(logits),
         )  # fmt: skip
     return token_ids

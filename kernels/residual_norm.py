@@ -125,7 +125,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, *, implementation: Imple
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     with torch.cuda.device_of(x):
         _rms_norm_kernel[(len(rows),)](
-            rows, weight, normed, rows.stride(0), size, epsilon, **_launch_options(size), **dependent_launch(x, len(rows))
+            rows, weight, normed, rows.stride(0), size, epsilon, **_launch_options(size), **dependent_launch(x)
         )  # fmt: skip
     return normed
 
@@ -153,7 +153,7 @@ def add_rms_norm(
     with torch.cuda.device_of(x):
         _add_rms_norm_kernel[(len(rows),)](
             rows, summands, weight, total, normed, rows.stride(0), summands.stride(0), size, epsilon,
-            **_launch_options(size), **dependent_launch(x, len(rows)),
+            **_launch_options(size), **dependent_launch(x),
         )  # fmt: skip
     return total, normed
 
@@ -187,6 +187,6 @@ def joined_norms(
     with torch.cuda.device_of(first):
         _joined_norms_kernel[(len(left), 2)](
             left, right, first_weight, second_weight, out, left.stride(0), right.stride(0), size, first_epsilon, second_epsilon,
-            **_launch_options(size), **dependent_launch(first, 2 * len(left)),
+            **_launch_options(size), **dependent_launch(first),
         )  # fmt: skip
     return out

@@ -146,7 +146,7 @@ def _kernel(
             drafts, proposed, accepted, next_token, stop_ids, state.anchor, state.emitted, state.finished, state.lengths,
             packed, committed, after.anchor, after.emitted, after.finished, after.lengths,
             width, drafts.stride(0), len(stop_ids), limit, COUNTS=_COUNTS, BLOCK=triton.next_power_of_2(width + 1), num_warps=1,
-            **dependent_launch(drafts, rows),
+            **dependent_launch(drafts),
         )  # fmt: skip
     return RoundOutcome(packed, committed, after)
 

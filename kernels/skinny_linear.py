@@ -1,13 +1,7 @@
 """Linear maps of a handful of tokens: the weights go past once, at the speed of memory, and little else costs anything.
 
-    skinny_linear          y = x W^T, or y = z + x W^T
+    skinny_linear          y = x W^T, or y += x W^T
     skinny_gated_linear    y = silu(x G^T) * (x U^T), G and U lying together: SwiGLU's gate without a launch of its own
-
-x may be `Normed`, still without its norm. In bfloat16 the product applies it: with n = x / sqrt(mean(x^2) + epsilon) * g,
-
-    n W^T = ((x * g) W^T) / sqrt(mean(x^2) + epsilon)
-
-where x * g is rounded as n would be, and x^2 is summed up beside the product.
 
 A program streams all columns of a few rows of W through a pipeline of tiles and multiplies them with all tokens at once. Sums run
 over the columns in one order, in float32, whatever the number of tokens: a token comes out the same alone and in company.
@@ -31,7 +25,6 @@ from torch.nn import functional as F
 from speculators.kernels.dot import dot
 from speculators.kernels.gated_halves import gated_halves
 from speculators.kernels.launch import dependent_launch
-from speculators.kernels.residual_norm import rms_norm
 
 try:
     import triton
@@ -41,35 +34,11 @@ try:
 except ImportError:  # no build for this platform: the reference serves it
     triton = None
 
-__all__ = ["FASTER", "MAX_TOKENS", "Normed", "Range", "Tiles", "runs_in_kernel", "skinny_gated_linear", "skinny_linear"]
+__all__ = ["FASTER", "MAX_TOKENS", "Range", "Tiles", "skinny_gated_linear", "skinny_linear"]
 
 Implementation = Literal["auto", "reference", "triton"]
 
 MAX_TOKENS = 16  # of one reading of the weights: columns of a matrix product on tensor cores
-
-
-@dataclass(frozen=True)
-class Normed:
-    """An RMS norm that is still to be computed, by whatever reads it.
-
-    Attributes:
-        x: [..., size].
-        weight: [size].
-        epsilon: of the norm.
-    """
-
-    x: Tensor
-    weight: Tensor
-    epsilon: float
-
-    @property
-    def shape(self) -> torch.Size:
-        """Of the norm."""
-        return self.x.shape
-
-    def value(self) -> Tensor:
-        """The norm, [..., size] in the dtype of x."""
-        return rms_norm(self.x, self.weight, self.epsilon)
 
 
 @dataclass(frozen=True)
@@ -134,21 +103,16 @@ if triton is not None:
         x,  # [tokens, columns]
         weight,  # [rows, columns]
         other_weight,  # [rows, columns], U where `weight` is G
-        norm,  # [columns], g
-        plus,  # [tokens, rows], or one row for all tokens
         out,  # [tokens, rows]
         tokens,
         rows,
         columns,
         x_stride,
-        plus_stride,
-        epsilon,
         TOKENS: tl.constexpr,
         ROWS: tl.constexpr,
         COLUMNS: tl.constexpr,
         EVEN: tl.constexpr,
         GATED: tl.constexpr,
-        NORM: tl.constexpr,
         ADD: tl.constexpr,
         AHEAD: tl.constexpr,
         PDL: tl.constexpr,
@@ -169,7 +133,6 @@ if triton is not None:
         x_source = x + token[None, :] * x_stride + column[:, None]
         total = tl.zeros((ROWS, TOKENS), tl.float32)
         second = tl.zeros((ROWS, TOKENS), tl.float32)
-        squares = tl.zeros((COLUMNS, TOKENS), tl.float32)
         for at in range(0, columns, COLUMNS):
             if EVEN:
                 tile = tl.load(weight + place + at, eviction_policy="evict_first")
@@ -178,11 +141,6 @@ if triton is not None:
                 inside = at + column < columns
                 tile = tl.load(weight + place + at, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
                 values = tl.load(x_source + at, mask=(token[None, :] < tokens) & inside[:, None], other=0.0)
-            if NORM:
-                wide = values.to(tl.float32)
-                squares += wide * wide
-                gain = tl.load(norm + at + column, mask=at + column < columns, other=0.0).to(tl.float32)
-                values = (wide * gain[:, None]).to(tile.dtype)
             total += dot(tile, values)
             if GATED:
                 if EVEN:
@@ -192,10 +150,6 @@ if triton is not None:
                     tile = tl.load(other_weight + place + at, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
                 second += dot(tile, values)
         let_next_start(PDL)
-        if NORM:
-            scale = 1.0 / tl.sqrt(tl.sum(squares, 0) / columns + epsilon)
-            total = total * scale[None, :]
-            second = second * scale[None, :]
         if GATED:
             # Rounded where two operations would round.
             kind = out.dtype.element_ty
@@ -204,33 +158,29 @@ if triton is not None:
         target = out + token[None, :].to(tl.int64) * rows + row[:, None]
         written = here[:, None] & (token[None, :] < tokens)
         if ADD:
-            total += tl.load(plus + token[None, :].to(tl.int64) * plus_stride + row[:, None], mask=written, other=0.0).to(tl.float32)
+            total += tl.load(target, mask=written, other=0.0).to(tl.float32)
         tl.store(target, total.to(out.dtype.element_ty), mask=written)
 
 
-def _kernel(x: Tensor | Normed, weight: Tensor, gated: bool, tiles: Tiles | None, plus: Tensor | None = None) -> Tensor:
-    x, norm = (x.x, x) if isinstance(x, Normed) else (x, None)
+def _kernel(x: Tensor, weight: Tensor, gated: bool, tiles: Tiles | None, onto: Tensor | None = None) -> Tensor:
     flat = x.reshape(-1, x.shape[-1])
     flat = flat if flat.stride(1) == 1 else flat.contiguous()
     tokens, columns = flat.shape
     rows = len(weight) // 2 if gated else len(weight)
-    out = torch.empty(*x.shape[:-1], rows, dtype=x.dtype, device=x.device)
-    plus_stride = 0 if plus is None or plus.numel() == rows else rows
+    out = torch.empty(*x.shape[:-1], rows, dtype=x.dtype, device=x.device) if onto is None else onto.view(-1, rows)
     tiles = Tiles.of(weight) if tiles is None else tiles
     with torch.cuda.device_of(x):
         _skinny_linear_kernel[(triton.cdiv(rows, tiles.rows), triton.cdiv(tokens, MAX_TOKENS))](
-            flat, weight, weight[rows:] if gated else weight, weight if norm is None else norm.weight,
-            out if plus is None else plus.contiguous(), out, tokens, rows, columns, flat.stride(0), plus_stride,
-            0.0 if norm is None else norm.epsilon, TOKENS=MAX_TOKENS, ROWS=tiles.rows, COLUMNS=tiles.columns,
-            EVEN=columns % tiles.columns == 0, GATED=gated, NORM=norm is not None, ADD=plus is not None, AHEAD=tiles.ahead,
-            num_warps=tiles.warps, num_stages=tiles.stages, **dependent_launch(x),
+            flat, weight, weight[rows:] if gated else weight, out, tokens, rows, columns, flat.stride(0),
+            TOKENS=MAX_TOKENS, ROWS=tiles.rows, COLUMNS=tiles.columns, EVEN=columns % tiles.columns == 0, GATED=gated,
+            ADD=onto is not None, AHEAD=tiles.ahead, num_warps=tiles.warps, num_stages=tiles.stages, **dependent_launch(x),
         )  # fmt: skip
-    return out
+    return out if onto is None else onto
 
 
-def runs_in_kernel(x: Tensor | Normed, weight: Tensor) -> bool:
-    """Whether "auto" takes the kernel for x W^T: no gradient is recorded, and it was measured to be faster (`FASTER`)."""
-    x = x.x if isinstance(x, Normed) else x
+def _use_kernel(implementation: Implementation, x: Tensor, weight: Tensor) -> bool:
+    if implementation != "auto":
+        return implementation == "triton"
     if triton is None or not x.is_cuda or torch.is_grad_enabled() or not weight.is_contiguous():
         return False
     if x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype:
@@ -239,23 +189,12 @@ def runs_in_kernel(x: Tensor | Normed, weight: Tensor) -> bool:
     return any(range_.holds(x.numel() // x.shape[-1], weight) for range_ in measured)
 
 
-def _operand(x: Tensor | Normed, weight: Tensor, implementation: Implementation) -> tuple[bool, Tensor | Normed]:
-    """Whether the kernel runs, and x as it is read: without its norm only where the kernel applies that.
-
-    Not in float16, where x * g may overflow though the norm does not.
-    """
-    use_kernel = implementation == "triton" or (implementation == "auto" and runs_in_kernel(x, weight))
-    if isinstance(x, Normed) and not (use_kernel and x.x.dtype != torch.float16):
-        return use_kernel, x.value()
-    return use_kernel, x
-
-
 def skinny_linear(
-    x: Tensor | Normed,
+    x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    plus: Tensor | None = None,
+    onto: Tensor | None = None,
     implementation: Implementation = "auto",
     tiles: Tiles | None = None,
 ) -> Tensor:
@@ -265,25 +204,28 @@ def skinny_linear(
         x: [..., in].
         weight: [out, in], for the kernel contiguous.
         bias: [out] or None.
-        plus: [..., out], or one vector for all tokens, that is added too, in float32 before the sum is rounded; for the kernel in
-            the dtype of x.
+        onto: [..., out] contiguous, to which the product is added in place: the product's accumulator begins with it, which costs
+            no launch and one rounding less than a sum. No gradient.
         implementation: "auto" takes the kernel for the 16-bit products of `FASTER` where no gradient is recorded.
         tiles: of the kernel, `Tiles.of` when None.
 
     Returns:
-        [..., out].
+        [..., out]; `onto` where it is given.
     """
-    use_kernel, x = _operand(x, weight, implementation)
-    if use_kernel:
-        out = _kernel(x, weight, False, tiles, plus)
-        return out if bias is None else out + bias
-    assert isinstance(x, Tensor)
-    out = F.linear(x, weight, bias)
-    return out if plus is None else out + plus
+    if _use_kernel(implementation, x, weight):
+        out = _kernel(x, weight, False, tiles, onto)
+    elif onto is None:
+        return F.linear(x, weight, bias)
+    else:
+        onto.view(-1, len(weight)).addmm_(x.reshape(-1, x.shape[-1]), weight.t())
+        out = onto
+    if bias is None:
+        return out
+    return out + bias if onto is None else out.add_(bias)
 
 
 def skinny_gated_linear(
-    x: Tensor | Normed, weight: Tensor, bias: Tensor | None = None, *, implementation: Implementation = "auto", tiles: Tiles | None = None
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, implementation: Implementation = "auto", tiles: Tiles | None = None
 ) -> Tensor:
     """silu(x G^T + b) * (x U^T + c).
 
@@ -296,7 +238,6 @@ def skinny_gated_linear(
     Returns:
         [..., size].
     """
-    use_kernel, x = _operand(x, weight, implementation)
-    if bias is None and use_kernel:
+    if bias is None and _use_kernel(implementation, x, weight):
         return _kernel(x, weight, True, tiles)
     return gated_halves(skinny_linear(x, weight, bias, implementation=implementation))

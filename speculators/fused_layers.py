@@ -20,9 +20,8 @@ from speculators.kernels.attention_heads import CacheSlots, attention_heads
 from speculators.kernels.block_attention import attention
 from speculators.kernels.gated_halves import gated_halves
 from speculators.kernels.joined_projections import joined, lay_together
-from speculators.kernels.residual_norm import rms_norm
-from speculators.kernels.residual_stream import ResidualStream
-from speculators.kernels.skinny_linear import Normed, skinny_gated_linear, skinny_linear
+from speculators.kernels.residual_norm import add_rms_norm, rms_norm
+from speculators.kernels.skinny_linear import skinny_gated_linear, skinny_linear
 
 __all__ = ["fuse_final_norm", "fuse_layers"]
 
@@ -100,8 +99,8 @@ def _step(layer: Any, x: Tensor, embeddings: tuple[Tensor, Tensor], cache: Any) 
     own, mlp, first, second = layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm
     memory: Any = cache.layers[own.layer_idx]
     cosine, sine = (table[:, :, None] for table in embeddings)
-    stream = ResidualStream(x)
-    heads = _product(stream.to_norm(first, _epsilon(first)), own.q_proj, own.k_proj, own.v_proj).unflatten(-1, (-1, own.head_dim))
+    normed = rms_norm(x, first.weight, _epsilon(first))
+    heads = _product(normed, own.q_proj, own.k_proj, own.v_proj).unflatten(-1, (-1, own.head_dim))
     norms = (own.q_norm, own.k_norm) if hasattr(own, "q_norm") else None
     query, _, _ = attention_heads(
         heads,
@@ -115,17 +114,15 @@ def _step(layer: Any, x: Tensor, embeddings: tuple[Tensor, Tensor], cache: Any) 
     )
     keys, values = memory.keys[:, : cache.read_length], memory.values[:, : cache.read_length]
     attended = attention(query, None, None, keys, values, cache.visible(), scale=own.scaling)
-    stream.add_product(attended.flatten(-2), own.o_proj)
-    normed, weights = stream.to_norm(second, _epsilon(second)), joined((mlp.gate_proj, mlp.up_proj))
+    x, normed = add_rms_norm(x, skinny_linear(attended.flatten(-2), own.o_proj.weight, own.o_proj.bias), second.weight, _epsilon(second))
+    weights = joined((mlp.gate_proj, mlp.up_proj))
     gated = gated_halves(_product(normed, mlp.gate_proj, mlp.up_proj)) if weights is None else skinny_gated_linear(normed, *weights)
-    stream.add_product(gated, mlp.down_proj, overwrite=True)  # the sum with the attention's output is this function's own
-    return stream.value()
+    return skinny_linear(gated, mlp.down_proj.weight, mlp.down_proj.bias, onto=x)
 
 
-def _product(x: Tensor | Normed, *projections: nn.Linear) -> Tensor:
+def _product(x: Tensor, *projections: nn.Linear) -> Tensor:
     weights = joined(projections)
     if weights is None:  # they were moved since
-        x = x.value() if isinstance(x, Normed) else x
         return torch.cat([projection(x) for projection in projections], dim=-1)
     return skinny_linear(x, *weights)
 

@@ -53,7 +53,7 @@ def products(dtype: torch.dtype) -> None:
     weight = torch.zeros(64, 1024, dtype=dtype)
     for function in (skinny_linear, skinny_gated_linear):
         function(x, weight, **CHOICE)
-    skinny_linear(x, weight, plus=torch.zeros(16, 64, dtype=dtype), **CHOICE)
+    skinny_linear(x, weight, onto=torch.zeros(16, 64, dtype=dtype), **CHOICE)
     query, block, context = (torch.zeros(shape, dtype=dtype) for shape in ((1, 16, 16, 256), (1, 16, 4, 256), (1, 4096, 4, 256)))
     ranges = [torch.zeros(1, 16, dtype=torch.int32)] * 4
     for keys in (context, context[:, :512]):
@@ -99,7 +99,7 @@ def main() -> None:
 
     triton.runtime.jit.JITFunction.run = compile_only
     driver.set_active(Hopper())
-    launch.enabled, launch._supported, launch._multiprocessors = True, lambda device: True, lambda device: 132
+    launch.enabled, launch._supported = True, lambda device: True
     with torch.no_grad():
         others() if sys.argv[1] == "others" else products(getattr(torch, sys.argv[1]))
     print(json.dumps(compiled))

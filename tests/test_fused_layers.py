@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from tiny_drafters import attend_few, on_kernels, streams_on_kernels
+from tiny_drafters import attend_few, on_kernels
 from tiny_models import tiny_verifier
 
 from speculators import fused_layers
@@ -48,8 +48,7 @@ def test_fused_steps_compute_what_the_model_computes(
             torch.testing.assert_close(fused.cpu(), plain, rtol=1e-4, atol=1e-4)
         return
     if kernels:
-        on_kernels(monkeypatch, fused_layers, "attention_heads", "rms_norm", "skinny_linear", "skinny_gated_linear")
-        streams_on_kernels(monkeypatch)
+        on_kernels(monkeypatch, fused_layers, "attention_heads", "add_rms_norm", "rms_norm", "skinny_linear", "skinny_gated_linear")
         monkeypatch.setattr(fused_layers, "attention", attend_few)
     assert fuse(verifier) == verifier.num_layers and fuse_final_norm(verifier._final_norm)
     step, ran = fused_layers._step, []

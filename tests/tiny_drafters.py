@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from speculators.decoding.proposal import DraftVocabulary, Observation, Proposal
-from speculators.kernels import residual_stream
 from speculators.kernels.draft_attention import draft_attention
 from speculators.kernels.markov_sampling import MarkovChain
 from speculators.kernels.visible_keys import VisibleKeys
@@ -144,12 +143,6 @@ def on_kernels(monkeypatch: pytest.MonkeyPatch, module: Any, *names: str) -> Non
     """Let a module call the Triton kernels of these operations, which it would on CUDA alone."""
     for name in names:
         monkeypatch.setattr(module, name, partial(getattr(module, name), implementation="triton"))
-
-
-def streams_on_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let residual streams do what they do on CUDA where every product is a small one."""
-    on_kernels(monkeypatch, residual_stream, "add_rms_norm", "skinny_linear")
-    monkeypatch.setattr(residual_stream, "runs_in_kernel", lambda *_: not torch.is_grad_enabled())
 
 
 def moved(speculator: Speculator, device: torch.device) -> Speculator:
