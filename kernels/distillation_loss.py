@@ -585,7 +585,7 @@ def distillation_loss(
     frozen = FrozenHead(head.detach(), head_bias, float(logit_scale), logit_softcap).to(dtype)
     draft_head = frozen.select(draft_rows)
     used = weights != 0
-    columns = len(draft_head.weight) + (0 if teacher_hidden is None else len(head))
+    chunk_rows = chunk_rows or frozen.default_chunk_rows(len(draft_head.weight), 0 if teacher_hidden is None else len(head))
     task = _Task(
         frozen,
         draft_head,
@@ -597,7 +597,7 @@ def distillation_loss(
         float(cross_entropy),
         float(l1),
         float(kl),
-        row_chunks(used, teacher_rows, chunk_rows=chunk_rows or frozen.default_chunk_rows(columns), block_rows=block_rows),
+        row_chunks(used, teacher_rows, chunk_rows=chunk_rows, block_rows=block_rows),
     )
     inputs = [hidden.to(dtype)]
     if bias_factors is not None and bias_head is not None:

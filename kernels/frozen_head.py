@@ -7,6 +7,8 @@ from torch import Tensor
 
 # Bytes of a chunk's logits, the drafter's and, with one, the teacher's together; on the CPU autograd keeps a few more of them.
 _CHUNK_BYTES = {"cuda": 1 << 29, "cpu": 1 << 26}
+# Of the drafter's alone, on a GPU: at 151,936 columns products of 240 rows take 3% longer than those of 512, and half the memory.
+_ALONE_BYTES = 72 << 20
 
 
 @dataclass(frozen=True)
@@ -58,15 +60,20 @@ class FrozenHead:
             logits = self.softcap * torch.tanh(logits / self.softcap)
         return logits
 
-    def default_chunk_rows(self, columns: int) -> int:
-        """Rows whose logits fill a chunk of `_CHUNK_BYTES`; whole GPU tiles where that allows.
+    def default_chunk_rows(self, draft_columns: int, teacher_columns: int = 0) -> int:
+        """Rows whose logits fill a chunk of `_CHUNK_BYTES` or `_ALONE_BYTES`; whole tiles of a GPU's products where that allows.
 
         Args:
-            columns: logits of a row: the drafter's and, with a teacher, as many as a teacher row of its own has.
+            draft_columns: logits of a row of the drafter.
+            teacher_columns: logits of a teacher row, one for each; 0 without teacher.
         """
-        row_bytes = columns * self.weight.element_size()
-        rows = _CHUNK_BYTES.get(self.weight.device.type, _CHUNK_BYTES["cpu"]) // row_bytes
-        return rows // 128 * 128 if rows >= 128 else max(rows, 1)
+        device = self.weight.device.type
+        room = _CHUNK_BYTES.get(device, _CHUNK_BYTES["cpu"])
+        if device == "cuda" and not teacher_columns:
+            room = _ALONE_BYTES
+        rows = room // ((draft_columns + teacher_columns) * self.weight.element_size())
+        tile = 128 if rows >= 512 else 16
+        return rows // tile * tile if rows >= tile else max(rows, 1)
 
 
 def _at_least_float32(x: Tensor) -> Tensor:
