@@ -168,7 +168,7 @@ def _reference(chain: MarkovChain, draw: Randomness | None, shortlist: Tensor | 
 
 if triton is not None:
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["slot"])  # or slots 0, 1 and all others would each be compiled
     def _slot_kernel(
         logits,  # [R, K, V]
         bias_head,  # [V, rank]
