@@ -6,8 +6,9 @@
 Each group of prompts goes through all configurations in turn before the next group does, so that a machine that slows down
 slows all of them down; speed-ups are ratios of totals over the same groups. Times are of decoding alone, the prefill and the
 first token excluded, as tokens a second of one sequence. Replies end at the verifier's stop token or at the budget, the same
-greedy replies in every configuration up to rounding. `--vllm` adds vLLM's plain decoding where it is installed, with CUDA graphs
-and in a process of its own, which waits while the others are timed; `serving.py` measures vLLM with the drafters.
+greedy replies in every configuration up to rounding. The report is written after each group, so that an interrupted run keeps
+what it has. `--vllm` adds vLLM's plain decoding where it is installed, with CUDA graphs and in a process of its own. It starts while
+the others warm up and waits while they are timed; `serving.py` measures vLLM with the drafters.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -114,16 +115,21 @@ def vllm_generate(engine: VllmProcess, stop_token_ids: Sequence[int], budget: in
     return run
 
 
-def measure_groups(groups: Sequence[Group], configurations: dict[str, Configuration], warm_up: bool) -> dict[str, Measured]:
-    """All configurations on each group in turn, after an unmeasured pass over the first: of all of them, or of plain decoding."""
+def warm_up(group: Group, configurations: Mapping[str, Configuration]) -> None:
+    """An unmeasured pass: kernels compile, graphs are captured."""
+    for run in configurations.values():
+        run(group, Measured())
+
+
+def measure_groups(groups: Sequence[Group], configurations: Mapping[str, Configuration]) -> Iterator[dict[str, Measured]]:
+    """All configurations on each group in turn; yields what there is after each group."""
     results = {name: Measured() for name in configurations}
-    for run in list(configurations.values())[: None if warm_up else 1]:
-        run(groups[0], Measured())
     for number, group in enumerate(groups, start=1):
         for name, run in configurations.items():
             run(group, results[name])
-        print(f"group {number} of {len(groups)}", flush=True)
-    return results
+            seconds, tokens = results[name].seconds[-1], results[name].tokens[-1]
+            print(f"group {number} of {len(groups)}, {len(group)} rows: {name} {tokens} tokens in {seconds:.3f} s", flush=True)
+        yield results
 
 
 def report_groups(report: Report, results: dict[str, Measured], batch: int, **facts: Any) -> None:
@@ -188,10 +194,11 @@ def main() -> None:
         time.perf_counter = time.process_time  # the engine reads the same clock
     graph.MAX_BATCHES = 1 << 10  # every configuration keeps its graphs for the next group
     verifier = Verifier.from_pretrained(options.verifier, dtype=options.dtype)
+    budget = options.max_new_tokens
+    engine = begin_vllm(verifier, max(options.contexts) + ROOM + budget, max(options.batches)) if options.vllm else None
     drafters = {
         name: load_drafter(name if name == PROMPT_LOOKUP else str(options.checkpoints / name), verifier) for name in options.methods
     }
-    budget = options.max_new_tokens
     configurations: dict[str, Configuration] = {
         "plain": ours(verifier, None, None, budget),
         "transformers": transformers_generate(verifier, budget),
@@ -204,31 +211,42 @@ def main() -> None:
 
     clock = f", CPU time of {torch.get_num_threads()} thread" if options.cpu_time else ""
     report = Report(f"Decoding {options.verifier} on {options.prompts.stem}, greedy, {_dtype(verifier)}{clock}", verifier.device)
-    if options.vllm:
-        try:
-            engine = start_vllm(verifier, max(options.contexts) + ROOM + budget, max(options.batches))
-            configurations["vLLM"] = vllm_generate(engine, verifier.stop_token_ids, budget)
-        except VllmError as error:  # the others are measured all the same
-            report.add("vLLM", None, note=f"did not start: {error}"[:300])
+    cuda = verifier.device.type == "cuda"  # graphs are captured in a first pass
     for context in options.contexts:
         for batch in options.batches:
             groups = prompt_groups(verifier, options.prompts, batch, options.max_prompts, context)
             # transformers looks prompts up for one sequence at a time.
-            chosen = {**configurations, **single} if batch == 1 else configurations
-            cuda = verifier.device.type == "cuda"  # graphs are captured in a first pass
-            report_groups(report, measure_groups(groups, chosen, cuda), batch, context=context)
-            if options.output is not None:
-                report.write(options.output)
+            chosen = {**configurations, **(single if batch == 1 else {})}
+            warm_up(groups[0], chosen if cuda else {"plain": chosen["plain"]})
+            if engine is not None and "vLLM" not in configurations:  # before anything is timed
+                try:
+                    await_vllm(engine)
+                except VllmError as error:  # the others are measured all the same
+                    report.add("vLLM", None, note=f"did not start: {error}"[:300])
+                    engine.end()  # or it might still be starting while others are timed
+                    engine = None
+                else:
+                    configurations["vLLM"] = chosen["vLLM"] = vllm_generate(engine, verifier.stop_token_ids, budget)
+                    warm_up(groups[0], {"vLLM": chosen["vLLM"]})
+            finished = len(report.rows)
+            for results in measure_groups(groups, chosen):
+                del report.rows[finished:]
+                report_groups(report, results, batch, context=context)
+                if options.output is not None:
+                    report.write(options.output)
 
 
-def start_vllm(verifier: Verifier, max_model_len: int, sequences: int) -> VllmProcess:
-    """A vLLM engine for the verifier's files, ready."""
+def begin_vllm(verifier: Verifier, max_model_len: int, sequences: int) -> VllmProcess:
+    """A vLLM engine for the verifier's files, starting."""
     settings = offline_settings(dtype=_dtype(verifier), max_model_len=max_model_len, sequences=sequences)
     log = Path(tempfile.mkdtemp(prefix="vllm-")) / "plain.log"
-    engine = VllmProcess(locate_verifier(str(verifier.weights.name_or_path)), settings, log=log)
+    return VllmProcess(locate_verifier(str(verifier.weights.name_or_path)), settings, log=log)
+
+
+def await_vllm(engine: VllmProcess) -> None:
+    """Wait until the engine is ready."""
     started = engine.wait(START_LIMIT)
-    print(f"vLLM {started.version}, runner {started.runner}, started in {started.seconds:.0f} s; log in {log}", flush=True)
-    return engine
+    print(f"vLLM {started.version}, runner {started.runner}, started in {started.seconds:.0f} s; log in {engine.log}", flush=True)
 
 
 def _dtype(verifier: Verifier) -> str:

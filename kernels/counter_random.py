@@ -39,3 +39,17 @@ if triton is not None:
     def as_uniform(state):
         """float64 in [0, 1), a multiple of 2^-53."""
         return ((state >> 11) & 0x1FFFFFFFFFFFFF).to(tl.float64) * 1.1102230246251565e-16
+
+    @triton.jit
+    def as_gumbel(state):
+        """float32 -log(-log(u)) of u = as_uniform(state) + 2^-54, to 2e-6.
+
+        float64 logarithms cost ten times as much. Near u = 1, where the largest numbers come from, 1 - u is what must be exact.
+        """
+        bits = (state >> 11) & 0x1FFFFFFFFFFFFF
+        rest = tl.minimum(bits, 0x1FFFFFFFFFFFFF - bits)
+        smaller = rest.to(tl.float32) * 1.1102230246251565e-16 + 5.551115123125783e-17  # of u and 1 - u
+        low = bits == rest
+        series = smaller * (1.0 + smaller * (0.5 + smaller * (1 / 3 + smaller * (0.25 + smaller * (0.2 + smaller * (1 / 6))))))
+        energy = -tl.log(tl.where(low, smaller, 1.0 - smaller))
+        return -tl.log(tl.where(low | (smaller > 0.0625), energy, series))

@@ -30,28 +30,27 @@ if triton is not None:
     @triton.jit
     def _compare_kernel(
         token_ids, lengths, largest, choice, accepted_out, next_token, drafts, token_stride,
-        TILES: tl.constexpr, TILES_BLOCK: tl.constexpr, PDL: tl.constexpr,
+        SLOTS_BLOCK: tl.constexpr, TILES: tl.constexpr, TILES_BLOCK: tl.constexpr, PDL: tl.constexpr,
     ):  # fmt: skip
-        """One program a row: the longest prefix of drafts that are the verifier's most likely tokens."""
+        """One program a row: the longest prefix of drafts that are the verifier's most likely tokens.
+
+        All slots at once: one after the other each would wait for memory.
+        """
         wait_for_inputs(PDL)
         row = tl.program_id(0).to(tl.int64)
+        k = tl.arange(0, SLOTS_BLOCK)
+        tile = tl.arange(0, TILES_BLOCK)[None, :]
         length = tl.load(lengths + row)
-        tile = tl.arange(0, TILES_BLOCK)
-        accepted = tl.zeros((), tl.int64)
-        following = tl.zeros((), tl.int64)
-        walking = length >= 0
-        for k in range(drafts + 1):
-            slot = row * (drafts + 1) + k
-            tops = tl.load(largest + slot * TILES + tile, mask=tile < TILES, other=float("-inf"))
-            first = tl.min(tl.where(tops == tl.max(tops, 0), tile, TILES_BLOCK), 0)
-            likely = tl.load(choice + slot * TILES + tl.minimum(first, TILES - 1)).to(tl.int64)
-            following = tl.where(walking, likely, following)
-            token = tl.load(token_ids + row * token_stride + k, mask=k < drafts, other=-1)
-            walking = walking & (k < length) & (token == likely)
-            accepted += tl.where(walking, 1, 0)
+        token = tl.load(token_ids + row * token_stride + k, mask=k < drafts, other=-1)
+        found = (row * (drafts + 1) + k[:, None]) * TILES + tile
+        there = (k <= drafts)[:, None] & (tile < TILES)
+        tops = tl.load(largest + found, mask=there, other=float("-inf"))
+        first = tl.min(tl.where(tops == tl.max(tops, 1)[:, None], tile, TILES - 1), 1)
+        likely = tl.load(choice + (row * (drafts + 1) + k) * TILES + first, mask=k <= drafts, other=0).to(tl.int64)
+        accepted = tl.min(tl.where((k < drafts) & (k < length) & (token == likely), drafts, k), 0)
         let_next_start(PDL)
-        tl.store(accepted_out + row, accepted)
-        tl.store(next_token + row, following)
+        tl.store(accepted_out + row, accepted.to(tl.int64))
+        tl.store(next_token + row, tl.sum(tl.where(k == accepted, likely, 0), 0))
 
 
 def _greedy_kernel(token_ids: Tensor, lengths: Tensor, logits: Tensor) -> Acceptance:
@@ -70,7 +69,8 @@ def _greedy_kernel(token_ids: Tensor, lengths: Tensor, logits: Tensor) -> Accept
         )  # fmt: skip
         _compare_kernel[(batch,)](
             token_ids, lengths, largest, choice, accepted, next_token, drafts, token_ids.stride(0),
-            TILES=tiles, TILES_BLOCK=triton.next_power_of_2(tiles), num_warps=1, **dependent_launch(logits),
+            SLOTS_BLOCK=triton.next_power_of_2(drafts + 1), TILES=tiles, TILES_BLOCK=triton.next_power_of_2(tiles), num_warps=4,
+            **dependent_launch(logits),
         )  # fmt: skip
     return Acceptance(accepted, next_token)
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from speculators.decoding.randomness import Purpose, gumbel
-from speculators.kernels.counter_random import absorb, as_uniform, seed_argument
+from speculators.kernels.counter_random import absorb, as_gumbel, seed_argument
 from speculators.kernels.dot import dot
 from speculators.kernels.launch import dependent_launch
 
@@ -41,8 +41,11 @@ except ImportError:  # no build for this platform: the reference serves it
 
 __all__ = ["MarkovChain", "MarkovDrafts", "Randomness", "TableFactors", "markov_sampling"]
 
-_ROWS = 16  # the fewest rows of a matrix product on tensor cores
+_ROWS = 16, 64  # rows that go together: the fewest of a matrix product on tensor cores, and the most: W2 is read once for them
 _SINGLE_ROWS = 2  # at most, that go through one by one: the second reads W2 from the cache
+_PART = 16  # rows among whose programs' results the last program chooses at once
+_COLUMNS = 128  # at most, of a tile
+_WARPS = {1: 4, 16: 4, 32: 8, 64: 8}  # by the rows that go together
 _PROGRAMS = 256  # at most, of a slot and block of rows: the last one looks at what all of them found
 
 # (slot k, tokens before it [R] int64) -> factors f_k [R, rank]; called once a slot, in order.
@@ -165,7 +168,7 @@ def _reference(chain: MarkovChain, draw: Randomness | None, shortlist: Tensor | 
 
 if triton is not None:
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["slot"])  # or slots 0, 1 and all others would each be compiled
     def _slot_kernel(
         logits,  # [R, K, V]
         bias_head,  # [V, rank]
@@ -177,11 +180,11 @@ if triton is not None:
         token_ids,  # [R, K]
         log_normaliser,  # [R, K]
         log_probability,  # [R, K]
-        scores,  # [R, PROGRAMS] float64: each program's best, with noise,
-        choice,  # [R, PROGRAMS] int32: its column (of the shortlist),
-        chosen,  # [R, PROGRAMS] float32: its z / T without noise,
-        largest,  # [R, PROGRAMS] float32: the program's largest z / T
-        sums,  # [R, PROGRAMS] float32: and its sum of exponentials around that
+        scores,  # [R, PROGRAMS_BLOCK] float32: each program's best, with noise,
+        choice,  # [R, PROGRAMS_BLOCK] int32: its column (of the shortlist),
+        chosen,  # [R, PROGRAMS_BLOCK] float32: its z / T without noise,
+        largest,  # [R, PROGRAMS_BLOCK] float32: the program's largest z / T
+        sums,  # [R, PROGRAMS_BLOCK] float32: and its sum of exponentials around that
         arrived,  # [K, row blocks] int32: programs that have written theirs
         row_numbers,  # [R]
         round_index,
@@ -194,7 +197,7 @@ if triton is not None:
         row_stride,
         slot_stride,
         rank,
-        temperature,
+        inverse_temperature,
         SAMPLED: tl.constexpr,
         SHORTLIST: tl.constexpr,
         SINGLE: tl.constexpr,
@@ -204,6 +207,7 @@ if triton is not None:
         PROGRAMS_BLOCK: tl.constexpr,
         TILES: tl.constexpr,
         ROWS: tl.constexpr,
+        PART: tl.constexpr,
         COLUMNS: tl.constexpr,
         RANK: tl.constexpr,
         PDL: tl.constexpr,
@@ -223,7 +227,7 @@ if triton is not None:
             number = tl.load(row_numbers + row, mask=here, other=0)
             counter = absorb(absorb(absorb(seed, purpose), number), tl.load(round_index))
             counter = absorb(counter, tl.zeros((ROWS,), tl.int64) + slot)[:, None]
-        best = tl.full((ROWS,), float("-inf"), tl.float64)
+        best = tl.full((ROWS,), float("-inf"), tl.float32)
         pick = tl.zeros((ROWS,), tl.int32)
         z_best = tl.full((ROWS,), float("-inf"), tl.float32)
         top = tl.full((ROWS,), -1.0e30, tl.float32)  # finite, so that exp(-inf - top) is 0 and never NaN
@@ -242,21 +246,20 @@ if triton is not None:
             usable = here[:, None] & inside[None, :]
             place = logits + row.to(tl.int64)[:, None] * row_stride + slot * slot_stride + at[None, :]
             z = tl.load(place, mask=usable, other=float("-inf")).to(tl.float32)
-            z = tl.where(usable, (z + bias) / temperature, float("-inf"))
-            noisy = z.to(tl.float64)
-            if SAMPLED:
-                noisy -= tl.log(-tl.log(as_uniform(absorb(counter, at[None, :])) + 5.551115123125783e-17))
+            z = tl.where(usable, (z + bias) * inverse_temperature, float("-inf"))
+            noisy = z + as_gumbel(absorb(counter, at[None, :])) if SAMPLED else z
             tile_best = tl.max(noisy, 1)
             tile_pick = tl.min(tl.where(noisy == tile_best[:, None], column[None, :], columns - 1), 1)
             better = tile_best > best  # of equal ones the first
-            z_best = tl.where(better, tl.max(tl.where(column[None, :] == tile_pick[:, None], z, float("-inf")), 1), z_best)
+            z_pick = tl.max(tl.where(column[None, :] == tile_pick[:, None], z, float("-inf")), 1) if SAMPLED else tile_best
+            z_best = tl.where(better, z_pick, z_best)
             pick = tl.where(better, tile_pick, pick)
             best = tl.where(better, tile_best, best)
-            higher = tl.maximum(top, tl.max(z, 1))
+            higher = tl.maximum(top, tl.max(z, 1) if SAMPLED else tile_best)
             total = total * tl.exp(top - higher) + tl.sum(tl.exp(z - higher[:, None]), 1)
             top = higher
         let_next_start(PDL)
-        out = row * PROGRAMS + program
+        out = row * PROGRAMS_BLOCK + program
         tl.store(scores + out, best, mask=here)
         tl.store(choice + out, pick, mask=here)
         tl.store(chosen + out, z_best, mask=here)
@@ -265,27 +268,31 @@ if triton is not None:
         tl.debug_barrier()  # what all threads of the program wrote comes before its arrival
         ticket = tl.atomic_add(arrived + slot * tl.num_programs(1) + tl.program_id(1), 1, sem="acq_rel")
         if ticket == PROGRAMS - 1:
-            p = tl.arange(0, PROGRAMS_BLOCK)[None, :]
-            there = here[:, None] & (p < PROGRAMS)
-            found = row[:, None] * PROGRAMS + p
-            score = tl.load(scores + found, mask=there, other=float("-inf"), cache_modifier=".cg")
-            winner = tl.min(tl.where(score == tl.max(score, 1)[:, None], p, PROGRAMS - 1), 1)
-            tops = tl.load(largest + found, mask=there, other=-1.0e30, cache_modifier=".cg")
-            highest = tl.max(tops, 1)
-            share = tl.load(sums + found, mask=there, other=0.0, cache_modifier=".cg") * tl.exp(tops - highest[:, None])
-            normaliser = highest + tl.log(tl.where(here, tl.sum(share, 1), 1.0))
-            won = row * PROGRAMS + winner
-            token = tl.load(choice + won, mask=here, other=0, cache_modifier=".cg").to(tl.int64)
-            if SHORTLIST:
-                token = tl.load(columns_of + (this_row * slots + slot) * columns + token, mask=here, other=0)
-            target = row.to(tl.int64) * slots + slot
-            tl.store(token_ids + target, token, mask=here)
-            tl.store(log_normaliser + target, normaliser, mask=here)
-            z = tl.load(chosen + won, mask=here, other=0.0, cache_modifier=".cg")
-            tl.store(log_probability + target, z - normaliser, mask=here)
-            if REDUCED:
-                token = tl.load(ids + token, mask=here, other=0)
-            tl.store(following + row, token, mask=here)
+            for part in range(ROWS // PART):
+                some = tl.program_id(1) * ROWS + part * PART + tl.arange(0, PART)
+                present = some < rows
+                p = tl.arange(0, PROGRAMS_BLOCK)[None, :]
+                there = present[:, None] & (p < PROGRAMS)
+                found = some[:, None] * PROGRAMS_BLOCK + p
+                score = tl.load(scores + found, mask=there, other=float("-inf"), cache_modifier=".cg")
+                tops = tl.load(largest + found, mask=there, other=-1.0e30, cache_modifier=".cg")
+                share = tl.load(sums + found, mask=there, other=0.0, cache_modifier=".cg")
+                winner = tl.min(tl.where(score == tl.max(score, 1)[:, None], p, PROGRAMS - 1), 1)
+                highest = tl.max(tops, 1)
+                share *= tl.exp(tops - highest[:, None])
+                normaliser = highest + tl.log(tl.where(present, tl.sum(share, 1), 1.0))
+                won = some * PROGRAMS_BLOCK + winner
+                token = tl.load(choice + won, mask=present, other=0, cache_modifier=".cg").to(tl.int64)
+                if SHORTLIST:
+                    token = tl.load(columns_of + (this_row * slots + slot) * columns + token, mask=present, other=0)
+                target = some.to(tl.int64) * slots + slot
+                tl.store(token_ids + target, token, mask=present)
+                tl.store(log_normaliser + target, normaliser, mask=present)
+                z = tl.load(chosen + won, mask=present, other=0.0, cache_modifier=".cg")
+                tl.store(log_probability + target, z - normaliser, mask=present)
+                if REDUCED:
+                    token = tl.load(ids + token, mask=present, other=0)
+                tl.store(following + some, token, mask=present)
 
 
 def _kernel(chain: MarkovChain, draw: Randomness | None, shortlist: Tensor | None) -> MarkovDrafts:
@@ -295,17 +302,17 @@ def _kernel(chain: MarkovChain, draw: Randomness | None, shortlist: Tensor | Non
     columns = vocabulary if shortlist is None else shortlist.shape[2]
     # A tile of W2 fills at most 64 KiB of shared memory.
     rank_block = max(16, triton.next_power_of_2(rank))
-    block = max(16, min(128, (1 << 16) // (rank_block * bias_head.element_size()), triton.next_power_of_2(columns)))
-    # By the vocabulary alone. A row alone, though, is summed by other instructions than one of many, with other roundings.
+    block = max(16, min(_COLUMNS, (1 << 16) // (rank_block * bias_head.element_size()), triton.next_power_of_2(columns)))
+    # By the vocabulary alone. The number of rows, though, decides about the instructions that sum, and so about roundings.
     tiles = triton.cdiv(triton.cdiv(columns, block), _PROGRAMS)
     programs = triton.cdiv(columns, block * tiles)
     # Few rows one by one: a matrix product would compute sixteen of them, and what follows it too.
     single = shortlist is not None or rows <= _SINGLE_ROWS
-    row_block = 1 if single else _ROWS
+    row_block = 1 if single else min(max(_ROWS[0], triton.next_power_of_2(rows)), _ROWS[1])
     row_blocks = triton.cdiv(rows, row_block)
-    scores = torch.empty(rows, programs, dtype=torch.float64, device=device)
-    choice = torch.empty(rows, programs, dtype=torch.int32, device=device)
-    chosen, largest, sums = torch.empty(3, rows, programs, dtype=torch.float32, device=device)
+    programs_block = triton.next_power_of_2(programs)
+    choice = torch.empty(rows, programs_block, dtype=torch.int32, device=device)
+    scores, chosen, largest, sums = torch.empty(4, rows, programs_block, dtype=torch.float32, device=device)
     arrived = torch.zeros(slots, row_blocks, dtype=torch.int32, device=device)
     token_ids = torch.empty(rows, slots, dtype=torch.int64, device=device)
     log_normaliser, log_probability = torch.empty(2, rows, slots, dtype=torch.float32, device=device)
@@ -320,10 +327,10 @@ def _kernel(chain: MarkovChain, draw: Randomness | None, shortlist: Tensor | Non
             _slot_kernel[(programs, row_blocks)](
                 logits, bias_head, factors, shortlist, ids, before[-2], before[-1], token_ids, log_normaliser, log_probability,
                 scores, choice, chosen, largest, sums, arrived, row_numbers, round_index, seed, int(Purpose.DRAFT),
-                rows, k, slots, columns, logits.stride(0), logits.stride(1), rank, 1.0 if draw is None else draw.temperature,
+                rows, k, slots, columns, logits.stride(0), logits.stride(1), rank, 1.0 if draw is None else 1.0 / draw.temperature,
                 SAMPLED=draw is not None, SHORTLIST=shortlist is not None, SINGLE=single, REDUCED=ids is not None, TABLE=table is not None,
-                PROGRAMS=programs, PROGRAMS_BLOCK=triton.next_power_of_2(programs), TILES=tiles, ROWS=row_block, COLUMNS=block,
-                RANK=rank_block, num_warps=4, **dependent_launch(logits),
+                PROGRAMS=programs, PROGRAMS_BLOCK=programs_block, TILES=tiles, ROWS=row_block,
+                PART=min(_PART, row_block), COLUMNS=block, RANK=rank_block, num_warps=_WARPS[row_block], **dependent_launch(logits),
             )  # fmt: skip
 
     def slot_factors() -> Tensor:

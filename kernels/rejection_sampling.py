@@ -6,7 +6,9 @@ The kernels never write one. With p = softmax(target / T) and q likewise they ru
     1. log-sum-exps of target and draft logits, a tile of the vocabulary each (nothing to do for probabilities)
     2. a row's p(x_k) and q(x_k): how far standard verification accepts, or the weights w_k of block verification
     3. sum_x max(w_k p_k(x) - q_k(x), 0), a tile each, at the slots that may need it: one of standard verification, all of block's
-    4. the accepted length, and the token after it by inverting the cumulative sum: tiles first, then inside one tile
+    4. block verification's accepted length, and the token after it by inverting the cumulative sum: tiles first, then inside one
+
+Exponents are to base 2, as the hardware has them, and the temperature a factor: a multiplication and an addition a logit.
 
 Traffic: each logit is read once, those of the slots of step 3 twice. Random numbers are those of
 `speculators.decoding.randomness`, computed where they are used.
@@ -15,6 +17,7 @@ Traffic: each logit is read once, those of the slots of step 3 twice. Random num
 # Triton's kernels are typed by what they are launched with.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,11 +27,14 @@ from torch import Tensor
 from speculators.decoding.randomness import Purpose, uniform
 from speculators.decoding.rejection import Acceptance, accept_block, accept_sampled
 from speculators.kernels.counter_random import absorb, as_uniform, seed_argument
+from speculators.kernels.launch import dependent_launch
 from speculators.kernels.likeliest_tokens import Implementation, tiles_of, use_kernel, with_unit_stride
 
 try:
     import triton
     import triton.language as tl
+
+    from speculators.kernels.launch import let_next_start, wait_for_inputs
 except ImportError:  # no build for this platform: the reference serves it
     triton = None
 
@@ -81,26 +87,42 @@ if triton is not None:
 
     @triton.jit
     def _tile_log_sum_exp_kernel(
-        values, out, slots, row_stride, slot_stride, vocabulary, temperature, TILES: tl.constexpr, TILE: tl.constexpr
-    ):
-        """One program a slot and tile: max and sum of exponentials, [slots of all rows, 2, TILES]."""
-        slot = tl.program_id(0).to(tl.int64)
+        target,  # [R, K + 1, V]
+        draft,  # [R, K, V]
+        out,  # [R, slots, 2, TILES] float32: a row's target slots, then its draft slots, as far as they are logits
+        target_slots, slots, target_row_stride, target_slot_stride, draft_row_stride, draft_slot_stride,
+        vocabulary, target_scale, draft_scale,
+        TILES: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+    ):  # fmt: skip
+        """One program a slot and tile: the largest of x = values * scale, and the sum of 2^(x - largest)."""
+        wait_for_inputs(PDL)
+        slot = tl.program_id(0)
         tile = tl.program_id(1)
+        row = (slot // slots).to(tl.int64)
+        k = (slot % slots).to(tl.int64)
         columns = tile * TILE + tl.arange(0, TILE)
-        source = values + slot // slots * row_stride + slot % slots * slot_stride
-        x = tl.load(source + columns, mask=columns < vocabulary, other=float("-inf")).to(tl.float32) / temperature
-        largest = tl.maximum(tl.max(x, 0), -1.0e30)  # finite, so that exp(-inf - max) is 0 and never NaN
+        inside = columns < vocabulary
+        if k < target_slots:
+            source = target + row * target_row_stride + k * target_slot_stride
+            x = tl.load(source + columns, mask=inside, other=float("-inf")).to(tl.float32) * target_scale
+        else:
+            source = draft + row * draft_row_stride + (k - target_slots) * draft_slot_stride
+            x = tl.load(source + columns, mask=inside, other=float("-inf")).to(tl.float32) * draft_scale
+        let_next_start(PDL)
+        largest = tl.maximum(tl.max(x, 0), -1.0e30)  # finite, so that 2^(-inf - largest) is 0 and never NaN
         tl.store(out + (slot * 2) * TILES + tile, largest)
-        tl.store(out + (slot * 2 + 1) * TILES + tile, tl.sum(tl.exp(x - largest), 0))
+        tl.store(out + (slot * 2 + 1) * TILES + tile, tl.sum(tl.exp2(x - largest), 0))
 
     @triton.jit
-    def _log_sum_exp(tiles, slot, TILES: tl.constexpr, TILES_BLOCK: tl.constexpr):
-        """Of one slot, from its tiles."""
-        tile = tl.arange(0, TILES_BLOCK)
-        largest = tl.load(tiles + (slot * 2) * TILES + tile, mask=tile < TILES, other=-1.0e30)
-        sums = tl.load(tiles + (slot * 2 + 1) * TILES + tile, mask=tile < TILES, other=0.0)
-        top = tl.max(largest, 0)
-        return top + tl.log(tl.sum(sums * tl.exp(largest - top), 0))
+    def _log_sum_exp(tiles, slot, there, TILES: tl.constexpr, TILES_BLOCK: tl.constexpr):
+        """To base 2, of some slots at once, from their tiles; 0 where there is no slot."""
+        tile = tl.arange(0, TILES_BLOCK)[None, :]
+        inside = there[:, None] & (tile < TILES)
+        largest = tl.load(tiles + (slot[:, None] * 2) * TILES + tile, mask=inside, other=-1.0e30)
+        sums = tl.load(tiles + (slot[:, None] * 2 + 1) * TILES + tile, mask=inside, other=0.0)
+        top = tl.max(largest, 1)
+        total = tl.sum(sums * tl.exp2(largest - top[:, None]), 1)
+        return tl.where(there, top + tl.log2(tl.where(there, total, 1.0)), 0.0)
 
     @triton.jit
     def _decide_kernel(
@@ -108,66 +130,52 @@ if triton is not None:
         lengths,  # [R]
         target,  # [R, K + 1, V]
         draft,  # [R, K, V]
-        target_tiles,  # [R * (K + 1), 2, TILES]
-        draft_tiles,  # [R * K, 2, TILES]
-        target_normaliser,  # [R, K + 1] float32: log-sum-exp
-        draft_normaliser,  # [R, K] float32
-        weights,  # [R, K + 1] float64: w of every slot that may be the last accepted one, -1 elsewhere
+        tiles,  # [R, slots, 2, TILES], see above
+        target_normaliser,  # [R, K + 1] float32: log-sum-exp to base 2
+        draft_normaliser,  # [R, K + 1] float32
+        weights,  # [R, K + 1] float64: w of block verification, -1 behind the row's drafts
+        accepted_out,  # [R]: of standard verification
         rows,  # [R]
         round_index,  # []
-        seed,
-        purpose,
-        drafts,
-        token_stride,
-        target_row_stride,
-        target_slot_stride,
-        draft_row_stride,
-        draft_slot_stride,
-        target_temperature,
-        draft_temperature,
-        TARGET_LOGITS: tl.constexpr,
-        DRAFT_LOGITS: tl.constexpr,
-        POINT_MASS: tl.constexpr,
-        BLOCK_VERIFICATION: tl.constexpr,
-        TILES: tl.constexpr,
-        TILES_BLOCK: tl.constexpr,
-    ):
-        """One program a row; it walks the row's drafts."""
+        seed, purpose, drafts, token_stride, target_row_stride, target_slot_stride, draft_row_stride, draft_slot_stride,
+        target_slots, slots, target_scale, draft_scale,
+        TARGET_LOGITS: tl.constexpr, DRAFT_LOGITS: tl.constexpr, POINT_MASS: tl.constexpr, BLOCK_VERIFICATION: tl.constexpr,
+        SLOTS_BLOCK: tl.constexpr, TILES: tl.constexpr, TILES_BLOCK: tl.constexpr, PDL: tl.constexpr,
+    ):  # fmt: skip
+        """One program a row, all of its slots at once: one after the other each would wait for memory."""
+        wait_for_inputs(PDL)
         row = tl.program_id(0).to(tl.int64)
+        k = tl.arange(0, SLOTS_BLOCK).to(tl.int64)
+        is_slot = k <= drafts
+        is_draft = k < drafts
         length = tl.load(lengths + row)
         counter = absorb(absorb(absorb(seed, purpose), tl.load(rows + row)), tl.load(round_index))
-        weight = tl.full((), 1.0, tl.float64)
-        accepted = tl.zeros((), tl.int64)
-        walking = length >= 0
-        for k in range(drafts + 1):
-            if TARGET_LOGITS:
-                slot = row * (drafts + 1) + k
-                normaliser = _log_sum_exp(target_tiles, slot, TILES, TILES_BLOCK)
-                tl.store(target_normaliser + slot, normaliser)
-            if BLOCK_VERIFICATION:
-                tl.store(weights + row * (drafts + 1) + k, tl.where(k <= length, weight, -1.0))
-            if k < drafts:
-                token = tl.load(token_ids + row * token_stride + k)
-                p = tl.load(target + row * target_row_stride + k * target_slot_stride + token).to(tl.float32)
-                if TARGET_LOGITS:
-                    p = tl.exp(p / target_temperature - normaliser)
-                ratio = p.to(tl.float64)
-                if POINT_MASS == 0:
-                    q = tl.load(draft + row * draft_row_stride + k * draft_slot_stride + token).to(tl.float32)
-                    if DRAFT_LOGITS:
-                        draft_norm = _log_sum_exp(draft_tiles, row * drafts + k, TILES, TILES_BLOCK)
-                        tl.store(draft_normaliser + row * drafts + k, draft_norm)
-                        q = tl.exp(q / draft_temperature - draft_norm)
-                    ratio = ratio / q.to(tl.float64)
-                if BLOCK_VERIFICATION:
-                    weight = tl.minimum(weight * ratio, 1.0)
-                else:
-                    keeps = as_uniform(absorb(counter, tl.zeros((), tl.int64) + k)) < tl.minimum(ratio, 1.0)
-                    walking = walking & (k < length) & keeps
-                    accepted += tl.where(walking, 1, 0)
-        if BLOCK_VERIFICATION == 0:
-            for k in range(drafts + 1):
-                tl.store(weights + row * (drafts + 1) + k, tl.where(k == accepted, 1.0, -1.0).to(tl.float64))
+        token = tl.load(token_ids + row * token_stride + k, mask=is_draft, other=0)
+        p = tl.load(target + row * target_row_stride + k * target_slot_stride + token, mask=is_draft, other=0.0).to(tl.float32)
+        if POINT_MASS == 0:
+            q = tl.load(draft + row * draft_row_stride + k * draft_slot_stride + token, mask=is_draft, other=1.0).to(tl.float32)
+        if TARGET_LOGITS:
+            normaliser = _log_sum_exp(tiles, row * slots + k, is_slot, TILES, TILES_BLOCK)
+            tl.store(target_normaliser + row * (drafts + 1) + k, normaliser, mask=is_slot)
+            p = tl.exp2(p * target_scale - normaliser)
+        ratio = p.to(tl.float64)
+        if POINT_MASS == 0:
+            if DRAFT_LOGITS:
+                draft_norm = _log_sum_exp(tiles, row * slots + target_slots + k, is_draft, TILES, TILES_BLOCK)
+                tl.store(draft_normaliser + row * (drafts + 1) + k, draft_norm, mask=is_draft)
+                q = tl.exp2(q * draft_scale - draft_norm)
+            ratio = ratio / q.to(tl.float64)
+        let_next_start(PDL)
+        if BLOCK_VERIFICATION:
+            weight = tl.full((), 1.0, tl.float64)
+            of_slot = tl.full((SLOTS_BLOCK,), 1.0, tl.float64)
+            for i in range(drafts):
+                weight = tl.minimum(weight * tl.sum(tl.where(k == i, ratio, 0.0), 0), 1.0)
+                of_slot = tl.where(k == i + 1, weight, of_slot)
+            tl.store(weights + row * (drafts + 1) + k, tl.where(k <= length, of_slot, -1.0), mask=is_slot)
+        else:
+            keeps = is_draft & (k < length) & (as_uniform(absorb(counter, k)) < tl.minimum(ratio, 1.0))
+            tl.store(accepted_out + row, tl.min(tl.where(keeps, drafts, k), 0))
 
     @triton.jit
     def _remainder(
@@ -180,92 +188,106 @@ if triton is not None:
         is_draft,
         target_normaliser,
         draft_normaliser,
-        target_temperature,
-        draft_temperature,
+        target_scale,
+        draft_scale,
         TARGET_LOGITS: tl.constexpr,
         DRAFT_LOGITS: tl.constexpr,
         POINT_MASS: tl.constexpr,
     ):
-        """max(w p - q, 0) of some columns in float64; w p where the slot has no draft."""
+        """max(w p - q, 0) of some columns in float32; w p where the slot has no draft.
+
+        p and q are no more exact than float32; float64 here took as long as reading the logits.
+        """
         inside = columns < vocabulary
         if TARGET_LOGITS:
             x = tl.load(target + columns, mask=inside, other=float("-inf")).to(tl.float32)
-            p = tl.exp(x / target_temperature - target_normaliser)
+            p = tl.exp2(x * target_scale - target_normaliser)
         else:
             p = tl.load(target + columns, mask=inside, other=0.0).to(tl.float32)
-        left = p.to(tl.float64) * weight
+        left = p * weight.to(tl.float32)
         if POINT_MASS:
             return tl.where(columns == token, 0.0, left)  # a slot without draft has token -1
         if DRAFT_LOGITS:
             y = tl.load(draft + columns, mask=inside, other=float("-inf")).to(tl.float32)
-            q = tl.exp(y / draft_temperature - draft_normaliser)
+            q = tl.exp2(y * draft_scale - draft_normaliser)
         else:
             q = tl.load(draft + columns, mask=inside, other=0.0).to(tl.float32)
-        return tl.where(is_draft, tl.maximum(left - q.to(tl.float64), 0.0), left)
+        return tl.where(is_draft, tl.maximum(left - q, 0.0), left)
 
     @triton.jit
     def _tile_mass_kernel(
-        token_ids, lengths, target, draft, target_normaliser, draft_normaliser, weights,
-        masses,  # [R, K + 1, TILES] float64
+        token_ids, lengths, target, draft, target_normaliser, draft_normaliser, weights, accepted,
+        masses,  # [R, K + 1, TILES] float32, or [R, 1, TILES]
         drafts, token_stride, target_row_stride, target_slot_stride, draft_row_stride, draft_slot_stride,
-        vocabulary, target_temperature, draft_temperature,
-        TARGET_LOGITS: tl.constexpr, DRAFT_LOGITS: tl.constexpr, POINT_MASS: tl.constexpr,
-        TILES: tl.constexpr, TILE: tl.constexpr,
+        vocabulary, target_scale, draft_scale,
+        TARGET_LOGITS: tl.constexpr, DRAFT_LOGITS: tl.constexpr, POINT_MASS: tl.constexpr, BLOCK_VERIFICATION: tl.constexpr,
+        TILES: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
     ):  # fmt: skip
-        """One program a slot and tile; slots that cannot be the last accepted one have nothing to do."""
-        slot = tl.program_id(0).to(tl.int64)
+        """One program a tile and a slot that may be the last accepted one: in block verification any of the row's, else one."""
+        wait_for_inputs(PDL)
+        program = tl.program_id(0)
         tile = tl.program_id(1)
-        weight = tl.load(weights + slot)
-        if weight < 0:
-            return
-        row = slot // (drafts + 1)
-        k = slot % (drafts + 1)
+        if BLOCK_VERIFICATION:
+            row = (program // (drafts + 1)).to(tl.int64)
+            k = (program % (drafts + 1)).to(tl.int64)
+            weight = tl.load(weights + program)
+            if weight < 0:
+                return
+        else:
+            row = program.to(tl.int64)
+            k = tl.load(accepted + row)
+            weight = tl.full((), 1.0, tl.float64)
         is_draft = k < tl.load(lengths + row)
         at = tl.minimum(k, tl.maximum(drafts - 1, 0))  # a slot without draft reads another's, for nothing
+        slot = row * (drafts + 1) + k
         columns = tile * TILE + tl.arange(0, TILE)
         left = _remainder(
             target + row * target_row_stride + k * target_slot_stride, draft + row * draft_row_stride + at * draft_slot_stride,
             columns, vocabulary, weight, tl.load(token_ids + row * token_stride + at, mask=is_draft, other=-1), is_draft,
-            tl.load(target_normaliser + slot), tl.load(draft_normaliser + row * drafts + at, mask=is_draft, other=0.0),
-            target_temperature, draft_temperature, TARGET_LOGITS, DRAFT_LOGITS, POINT_MASS,
+            tl.load(target_normaliser + slot), tl.load(draft_normaliser + slot, mask=is_draft, other=0.0),
+            target_scale, draft_scale, TARGET_LOGITS, DRAFT_LOGITS, POINT_MASS,
         )  # fmt: skip
-        tl.store(masses + slot * TILES + tile, tl.sum(left, 0))
+        let_next_start(PDL)
+        tl.store(masses + program * TILES + tile, tl.sum(left, 0))
 
     @triton.jit
     def _draw_kernel(
         token_ids, lengths, target, draft, target_normaliser, draft_normaliser, weights, masses,
-        accepted_out,  # [R]
+        accepted_out,  # [R]; read in standard verification, written in block verification
         next_token,  # [R]
         rows, round_index, seed, accept_purpose, correct_purpose,
         drafts, token_stride, target_row_stride, target_slot_stride, draft_row_stride, draft_slot_stride,
-        vocabulary, target_temperature, draft_temperature,
+        vocabulary, target_scale, draft_scale,
         TARGET_LOGITS: tl.constexpr, DRAFT_LOGITS: tl.constexpr, POINT_MASS: tl.constexpr, BLOCK_VERIFICATION: tl.constexpr,
-        TILES: tl.constexpr, TILES_BLOCK: tl.constexpr, TILE: tl.constexpr,
+        SLOTS_BLOCK: tl.constexpr, TILES: tl.constexpr, TILES_BLOCK: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
     ):  # fmt: skip
         """One program a row: choose the accepted length, then the token after it."""
+        wait_for_inputs(PDL)
         row = tl.program_id(0).to(tl.int64)
         length = tl.load(lengths + row)
         this_row = tl.load(rows + row)
         this_round = tl.load(round_index)
-        counter = absorb(absorb(absorb(seed, accept_purpose), this_row), this_round)
         tile = tl.arange(0, TILES_BLOCK)
-        accepted = tl.zeros((), tl.int64)
-        for k in range(drafts + 1):
-            slot = row * (drafts + 1) + k
-            weight = tl.load(weights + slot)
-            if BLOCK_VERIFICATION:
-                if k > 0:
-                    mass = tl.sum(tl.load(masses + slot * TILES + tile, mask=tile < TILES, other=0.0), 0)
-                    mass = tl.where(weight >= 0, mass, 0.0)  # of other slots it was never written
-                    stay = tl.where(k == length, weight, mass / tl.maximum(mass + 1.0 - weight, 1.0e-300))
-                    keeps = (k <= length) & (as_uniform(absorb(counter, tl.zeros((), tl.int64) + k - 1)) < stay)
-                    accepted = tl.where(keeps, k, accepted)
-            else:
-                accepted = tl.where(weight >= 0, k, accepted)
+        if BLOCK_VERIFICATION:
+            counter = absorb(absorb(absorb(seed, accept_purpose), this_row), this_round)
+            k = tl.arange(0, SLOTS_BLOCK).to(tl.int64)
+            slots = row * (drafts + 1) + k
+            ends_here = tl.load(weights + slots, mask=k <= drafts, other=-1.0)
+            written = (ends_here[:, None] >= 0) & (tile < TILES)[None, :]
+            mass = tl.sum(tl.load(masses + slots[:, None] * TILES + tile[None, :], mask=written, other=0.0).to(tl.float64), 1)
+            stay = tl.where(k == length, ends_here, mass / tl.maximum(mass + 1.0 - ends_here, 1.0e-300))
+            keeps = (k > 0) & (k <= length) & (as_uniform(absorb(counter, k - 1)) < stay)
+            accepted = tl.max(tl.where(keeps, k, 0), 0)
+            weight = tl.load(weights + row * (drafts + 1) + accepted)
+            massed = row * (drafts + 1) + accepted
+            tl.store(accepted_out + row, accepted)
+        else:
+            accepted = tl.load(accepted_out + row)
+            weight = tl.full((), 1.0, tl.float64)
+            massed = row
 
         # Invert the cumulative sum: the first token whose sum exceeds the number's share of the total.
-        slot = row * (drafts + 1) + accepted
-        of_tiles = tl.load(masses + slot * TILES + tile, mask=tile < TILES, other=0.0)
+        of_tiles = tl.load(masses + massed * TILES + tile, mask=tile < TILES, other=0.0).to(tl.float64)
         total = tl.sum(of_tiles, 0)
         share = as_uniform(absorb(absorb(absorb(absorb(seed, correct_purpose), this_row), this_round), tl.zeros((), tl.int64))) * total
         up_to = tl.cumsum(of_tiles, 0)
@@ -277,21 +299,22 @@ if triton is not None:
 
         is_draft = accepted < length
         at = tl.minimum(accepted, tl.maximum(drafts - 1, 0))
+        slot = row * (drafts + 1) + accepted
         token = tl.load(token_ids + row * token_stride + at, mask=is_draft, other=-1)
         columns = chosen * TILE + tl.arange(0, TILE)
         left = _remainder(
             target + row * target_row_stride + accepted * target_slot_stride,
             draft + row * draft_row_stride + at * draft_slot_stride,
-            columns, vocabulary, tl.load(weights + slot), token, is_draft,
-            tl.load(target_normaliser + slot), tl.load(draft_normaliser + row * drafts + at, mask=is_draft, other=0.0),
-            target_temperature, draft_temperature, TARGET_LOGITS, DRAFT_LOGITS, POINT_MASS,
+            columns, vocabulary, weight, token, is_draft,
+            tl.load(target_normaliser + slot), tl.load(draft_normaliser + slot, mask=is_draft, other=0.0),
+            target_scale, draft_scale, TARGET_LOGITS, DRAFT_LOGITS, POINT_MASS,
         )  # fmt: skip
-        exceeds = (before + tl.cumsum(left, 0) > share) & (left > 0.0)
+        let_next_start(PDL)
+        exceeds = (before + tl.cumsum(left.to(tl.float64), 0) > share) & (left > 0.0)
         drawn = tl.min(tl.where(exceeds, columns, vocabulary), 0)
         drawn = tl.where(drawn == vocabulary, tl.max(tl.where(left > 0.0, columns, 0), 0), drawn)
         # p and q are equal up to rounding, and yet the draft was rejected, which has probability 0 up to rounding.
         tl.store(next_token + row, tl.where(total > 0.0, drawn.to(tl.int64), token))
-        tl.store(accepted_out + row, accepted)
 
 
 def _kernel(
@@ -309,51 +332,51 @@ def _kernel(
     p = with_unit_stride(target.values)
     q = p if draft is None else with_unit_stride(draft.values)
     token_ids = token_ids if token_ids.stride(-1) == 1 else token_ids.contiguous()
-    vocabulary = p.shape[-1]
+    vocabulary, block = p.shape[-1], verification == "block"
     tile, tiles = tiles_of(vocabulary)
-    normalisers = torch.empty(2, batch, drafts + 1, dtype=torch.float32, device=device)
-    weights = torch.empty(batch, drafts + 1, dtype=torch.float64, device=device)
-    masses = torch.empty(batch, drafts + 1, tiles, dtype=torch.float64, device=device)
-    accepted, next_token = torch.empty_like(lengths), torch.empty_like(lengths)
-    target_temperature = 1.0 if target.temperature is None else target.temperature
-    draft_temperature = 1.0 if draft is None or draft.temperature is None else draft.temperature
     kinds = {
         "TARGET_LOGITS": target.temperature is not None,
         "DRAFT_LOGITS": draft is not None and draft.temperature is not None,
         "POINT_MASS": draft is None,
     }
-    strides = (token_ids.stride(0), p.stride(0), p.stride(1), q.stride(0), q.stride(1))
-    tile_block, seed = triton.next_power_of_2(tiles), seed_argument(seed)
-    block = verification == "block"
+    target_slots = drafts + 1 if kinds["TARGET_LOGITS"] else 0
+    slots = target_slots + (drafts if kinds["DRAFT_LOGITS"] else 0)
+    tile_sums = torch.empty(batch, slots, 2, tiles, dtype=torch.float32, device=device)
+    normalisers = torch.empty(2, batch, drafts + 1, dtype=torch.float32, device=device)
+    weights = torch.empty(batch, drafts + 1 if block else 0, dtype=torch.float64, device=device)
+    massed = drafts + 1 if block else 1
+    masses = torch.empty(batch, massed, tiles, dtype=torch.float32, device=device)
+    accepted, next_token = torch.empty_like(lengths), torch.empty_like(lengths)
+    scales = _scale(target), _scale(draft)
+    strides = (p.stride(0), p.stride(1), q.stride(0), q.stride(1))
+    blocks = {"SLOTS_BLOCK": triton.next_power_of_2(drafts + 1), "TILES": tiles, "TILES_BLOCK": triton.next_power_of_2(tiles)}
+    seed, early = seed_argument(seed), dependent_launch(token_ids)
     with torch.cuda.device_of(token_ids):
-        target_tiles = _tile_log_sum_exp(p, target_temperature, tile, tiles) if kinds["TARGET_LOGITS"] else masses
-        draft_tiles = _tile_log_sum_exp(q, draft_temperature, tile, tiles) if kinds["DRAFT_LOGITS"] else masses
+        if batch * slots:
+            _tile_log_sum_exp_kernel[(batch * slots, tiles)](
+                p, q, tile_sums, target_slots, slots, *strides, vocabulary, *scales, TILES=tiles, TILE=tile, num_warps=8, **early
+            )
         _decide_kernel[(batch,)](
-            token_ids, lengths, p, q, target_tiles, draft_tiles, normalisers[0], normalisers[1], weights, rows, round_index, seed,
-            int(Purpose.ACCEPT), drafts, *strides, target_temperature, draft_temperature,
-            **kinds, BLOCK_VERIFICATION=block, TILES=tiles, TILES_BLOCK=tile_block, num_warps=1,
+            token_ids, lengths, p, q, tile_sums, normalisers[0], normalisers[1], weights, accepted, rows, round_index, seed,
+            int(Purpose.ACCEPT), drafts, token_ids.stride(0), *strides, target_slots, slots, *scales,
+            **kinds, BLOCK_VERIFICATION=block, **blocks, num_warps=4, **early,
         )  # fmt: skip
-        _tile_mass_kernel[(batch * (drafts + 1), tiles)](
-            token_ids, lengths, p, q, normalisers[0], normalisers[1], weights, masses, drafts, *strides,
-            vocabulary, target_temperature, draft_temperature, **kinds, TILES=tiles, TILE=tile, num_warps=8,
+        _tile_mass_kernel[(batch * massed, tiles)](
+            token_ids, lengths, p, q, normalisers[0], normalisers[1], weights, accepted, masses, drafts, token_ids.stride(0), *strides,
+            vocabulary, *scales, **kinds, BLOCK_VERIFICATION=block, TILES=tiles, TILE=tile, num_warps=8, **early,
         )  # fmt: skip
         _draw_kernel[(batch,)](
             token_ids, lengths, p, q, normalisers[0], normalisers[1], weights, masses, accepted, next_token, rows, round_index, seed,
-            int(Purpose.ACCEPT), int(Purpose.CORRECT), drafts, *strides, vocabulary, target_temperature, draft_temperature,
-            **kinds, BLOCK_VERIFICATION=block, TILES=tiles, TILES_BLOCK=tile_block, TILE=tile, num_warps=8,
+            int(Purpose.ACCEPT), int(Purpose.CORRECT), drafts, token_ids.stride(0), *strides, vocabulary, *scales,
+            **kinds, BLOCK_VERIFICATION=block, **blocks, TILE=tile, num_warps=8, **early,
         )  # fmt: skip
     return Acceptance(accepted, next_token)
 
 
-def _tile_log_sum_exp(values: Tensor, temperature: float, tile: int, tiles: int) -> Tensor:
-    """[R, n, V] -> [R * n, 2, tiles] float32: each tile's largest value / temperature and sum of exponentials around it."""
-    rows, slots, vocabulary = values.shape
-    out = torch.empty(rows * slots, 2, tiles, dtype=torch.float32, device=values.device)
-    if rows * slots:
-        _tile_log_sum_exp_kernel[(rows * slots, tiles)](
-            values, out, slots, values.stride(0), values.stride(1), vocabulary, temperature, TILES=tiles, TILE=tile, num_warps=8
-        )
-    return out
+def _scale(distributions: Distributions | None) -> float:
+    """Logits times this are their exponents to base 2, at their temperature."""
+    temperature = None if distributions is None else distributions.temperature
+    return 1.0 if temperature is None else math.log2(math.e) / temperature
 
 
 # -- the public function ----------------------------------------------------------------------------------------

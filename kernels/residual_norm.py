@@ -33,9 +33,8 @@ Implementation = Literal["auto", "reference", "triton"]
 if triton is not None:
 
     @triton.jit
-    def _normed(x, weight, column, inside, size, epsilon):
-        scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / size + epsilon)
-        return x * scale * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    def _normed(x, weight, size, epsilon):
+        return x * (1.0 / tl.sqrt(tl.sum(x * x, 0) / size + epsilon)) * weight.to(tl.float32)
 
     @triton.jit
     def _add_rms_norm_kernel(
@@ -48,10 +47,11 @@ if triton is not None:
         inside = column < size
         y = tl.load(x + token * x_stride + column, mask=inside, other=0.0).to(tl.float32)
         y += tl.load(update + token * update_stride + column, mask=inside, other=0.0).to(tl.float32)
+        g = tl.load(weight + column, mask=inside, other=0.0)  # before the sum: it arrives with the rest
         let_next_start(PDL)
         rounded = y.to(total.dtype.element_ty)
         tl.store(total + token * size + column, rounded, mask=inside)
-        out = _normed(rounded.to(tl.float32), weight, column, inside, size, epsilon)
+        out = _normed(rounded.to(tl.float32), g, size, epsilon)
         tl.store(normed + token * size + column, out.to(normed.dtype.element_ty), mask=inside)
 
     @triton.jit
@@ -62,8 +62,9 @@ if triton is not None:
         column = tl.arange(0, BLOCK)
         inside = column < size
         y = tl.load(x + token * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+        g = tl.load(weight + column, mask=inside, other=0.0)
         let_next_start(PDL)
-        out = _normed(y, weight, column, inside, size, epsilon)
+        out = _normed(y, g, size, epsilon)
         tl.store(normed + token * size + column, out.to(normed.dtype.element_ty), mask=inside)
 
     @triton.jit
@@ -78,11 +79,15 @@ if triton is not None:
         inside = column < size
         if tl.program_id(1) == 0:
             x = tl.load(first + token * first_stride + column, mask=inside, other=0.0).to(tl.float32)
-            y = _normed(x, first_weight, column, inside, size, first_epsilon)
+            g = tl.load(first_weight + column, mask=inside, other=0.0)
+            let_next_start(PDL)
+            y = _normed(x, g, size, first_epsilon)
             tl.store(out + token * 2 * size + column, y.to(out.dtype.element_ty), mask=inside)
         else:
             x = tl.load(second + token * second_stride + column, mask=inside, other=0.0).to(tl.float32)
-            y = _normed(x, second_weight, column, inside, size, second_epsilon)
+            g = tl.load(second_weight + column, mask=inside, other=0.0)
+            let_next_start(PDL)
+            y = _normed(x, g, size, second_epsilon)
             tl.store(out + (token * 2 + 1) * size + column, y.to(out.dtype.element_ty), mask=inside)
 
 

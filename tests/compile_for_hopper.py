@@ -26,6 +26,7 @@ from speculators.kernels.head_rotation import rotate_heads
 from speculators.kernels.kv_injection import InjectionWeights, kv_injection
 from speculators.kernels.likeliest_tokens import likeliest_tokens
 from speculators.kernels.markov_sampling import MarkovChain, TableFactors, markov_sampling
+from speculators.kernels.rejection_sampling import Distributions, rejection_sampling
 from speculators.kernels.residual_norm import add_rms_norm, joined_norms, rms_norm
 from speculators.kernels.round_outcome import RowState, round_outcome
 from speculators.kernels.skinny_linear import skinny_gated_linear, skinny_linear
@@ -83,6 +84,12 @@ def others() -> None:
     logits = torch.zeros(1, 2, 32000, dtype=dtype)
     likeliest_tokens(logits, torch.arange(32000), **CHOICE)
     greedy_verification(torch.zeros(1, 1, dtype=torch.int64), number, logits, **CHOICE)
+    drafts, row_logits = torch.zeros(1, 7, dtype=torch.int64), torch.zeros(1, 8, 151936, dtype=dtype)
+    for verification in ("standard", "block"):
+        for k in (1, 7):  # Triton compiles a number that is 1 as a constant
+            target, draft = Distributions(row_logits[:, : k + 1], 0.8), Distributions(row_logits[:, :k], 0.8)
+            numbers: dict[str, Any] = {"seed": 1, "rows": number, "round_index": number[0], "verification": verification}
+            rejection_sampling(drafts[:, :k], number, target, draft, **numbers, **CHOICE)
     state = RowState(number, number, number != 0, number)
     round_outcome(state, torch.zeros(1, 7, dtype=torch.int64), number, number, number, torch.arange(2), 9, **CHOICE)
 

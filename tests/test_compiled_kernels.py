@@ -44,5 +44,9 @@ OTHERS = {
     "tile_argmax_kernel",
     "_best_tile_kernel",
     "_compare_kernel",
+    "_tile_log_sum_exp_kernel",
+    "_decide_kernel",
+    "_tile_mass_kernel",
+    "_draw_kernel",
     "_round_outcome_kernel",
 }

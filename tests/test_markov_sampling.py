@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from goodness_of_fit import chi_square_p_value
 from torch import Tensor
 
 from speculators.algorithms.heads import MarkovHead
+from speculators.kernels.counter_random import as_gumbel
 from speculators.kernels.markov_sampling import MarkovChain, MarkovDrafts, Randomness, markov_sampling
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -98,3 +101,22 @@ def test_tokens_follow_the_distribution_that_verification_is_told(top_k: int) ->
         tokens = drafts.token_ids[chosen, k]
         assert chi_square_p_value(tokens.bincount(minlength=vocabulary).cpu(), scores.softmax(-1).detach().cpu()) > 1e-3
         torch.testing.assert_close(drafts.log_probability[chosen, k], scores.log_softmax(-1).detach()[tokens], rtol=1e-4, atol=1e-5)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def gumbel_kernel(states, out, count, BLOCK: tl.constexpr) -> None:  # type: ignore[no-untyped-def]
+    at = tl.arange(0, BLOCK)
+    tl.store(out + at, as_gumbel(tl.load(states + at, mask=at < count)), mask=at < count)
+
+
+def test_gumbel_numbers_in_float32_are_those_of_the_definition() -> None:
+    generator = torch.Generator().manual_seed(0)
+    some = torch.randint(1 << 53, (4000,), generator=generator)
+    powers = 2 ** torch.arange(53)
+    bits = torch.cat([some, some >> 20, (1 << 53) - 1 - (some >> 20), powers, (1 << 53) - powers, torch.tensor([0, (1 << 53) // 16 * 15])])
+    states = (bits << 11 | 5).to(DEVICE)
+    actual = torch.empty(len(states), device=DEVICE)
+    gumbel_kernel[(1,)](states, actual, len(states), BLOCK=1 << len(states).bit_length())
+    u = bits.double() * 2.0**-53 + 2.0**-54
+    expected = -torch.where(u < 0.5, -u.log(), -torch.log1p(-(((1 << 53) - 1 - bits).double() * 2.0**-53 + 2.0**-54))).log()
+    torch.testing.assert_close(actual.cpu().double(), expected, rtol=0, atol=2e-6)
