@@ -317,11 +317,29 @@ if triton is not None:
 
     @triton.jit
     def _query_rows(tile, row, head, queries, KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-        """Rows of a query tile: query index in [R * Q], query-and-head index in [R * Q * Hq], whether there is one."""
+        """Of the rows of a query tile: index in [R, Q], in queries [R, Q, Hq] and in statistics [R, Hk, Q, Hq / Hk], whether it exists."""
         flat = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         inside = flat // GROUP < queries
         index = row * queries + flat // GROUP
-        return index, (index * KEY_HEADS + head) * GROUP + flat % GROUP, inside
+        slot = (index * KEY_HEADS + head) * GROUP + flat % GROUP
+        return index, slot, (row * KEY_HEADS + head) * queries * GROUP + flat, inside
+
+    @triton.jit
+    def _load_queries(
+        pointer, tile, queries,
+        KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+        WHOLE: tl.constexpr,
+    ):  # fmt: skip
+        """[BLOCK_M, BLOCK_D]: a query tile, from where its row and key head begin. Cheap in a loop: tiles lie at equal distances."""
+        within = tl.arange(0, BLOCK_M)
+        inside = tile * BLOCK_M + within < queries * GROUP
+        if BLOCK_M % GROUP == 0:
+            pointer += tl.full((), BLOCK_M * KEY_HEADS * HEAD_DIM, tl.int64) * tile
+            offsets = (within // GROUP * (KEY_HEADS * GROUP) + within % GROUP) * HEAD_DIM
+        else:
+            flat = (tile * BLOCK_M + within).to(tl.int64)
+            offsets = (flat // GROUP * (KEY_HEADS * GROUP) + flat % GROUP) * HEAD_DIM
+        return _load(pointer, offsets, inside, HEAD_DIM, BLOCK_D, WHOLE)
 
     @triton.jit
     def _load(pointer, offsets, inside, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, WHOLE: tl.constexpr):
@@ -379,7 +397,7 @@ if triton is not None:
     ):  # fmt: skip
         """One query tile of one key head. The last tiles, usually with the longest contexts, start first."""
         head, row, tile = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(2) - 1 - tl.program_id(2)
-        index, slot, inside = _query_rows(tile, row, head, queries, KEY_HEADS, GROUP, BLOCK_M)
+        index, slot, statistic, inside = _query_rows(tile, row, head, queries, KEY_HEADS, GROUP, BLOCK_M)
         q = _load(query, slot * HEAD_DIM, inside, HEAD_DIM, BLOCK_D, False)
         accumulator = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
@@ -415,7 +433,7 @@ if triton is not None:
         empty = total == 0.0
         accumulator = accumulator / tl.where(empty, 1.0, total)[:, None]
         _store(output, slot * HEAD_DIM, inside, accumulator, HEAD_DIM, BLOCK_D)
-        tl.store(log_sum + slot, tl.where(empty, 0.0, maximum + tl.log2(tl.where(empty, 1.0, total))), mask=inside)
+        tl.store(log_sum + statistic, tl.where(empty, 0.0, maximum + tl.log2(tl.where(empty, 1.0, total))), mask=inside)
 
     @triton.jit
     def _query_gradient_keys(
@@ -444,13 +462,13 @@ if triton is not None:
     ):  # fmt: skip
         """dQ of one query tile, and delta = sum of dO * O, which the key gradients need as well."""
         head, row, tile = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(2) - 1 - tl.program_id(2)
-        index, slot, inside = _query_rows(tile, row, head, queries, KEY_HEADS, GROUP, BLOCK_M)
+        index, slot, statistic, inside = _query_rows(tile, row, head, queries, KEY_HEADS, GROUP, BLOCK_M)
         q = _load(query, slot * HEAD_DIM, inside, HEAD_DIM, BLOCK_D, False)
         do = _load(output_gradient, slot * HEAD_DIM, inside, HEAD_DIM, BLOCK_D, False)
         o = _load(output, slot * HEAD_DIM, inside, HEAD_DIM, BLOCK_D, False)
         product = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-        tl.store(delta + slot, product, mask=inside)
-        logs = tl.load(log_sum + slot, mask=inside, other=0.0)
+        tl.store(delta + statistic, product, mask=inside)
+        logs = tl.load(log_sum + statistic, mask=inside, other=0.0)
         gradient = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
         STRIDE: tl.constexpr = KEY_HEADS * HEAD_DIM
         if HAS_CONTEXT:
@@ -484,37 +502,44 @@ if triton is not None:
 
     @triton.jit
     def _key_gradient_queries(
-        key_gradient, value_gradient, k, v, column, query, output_gradient, log_sum, delta, starts, ends,
-        row, head, queries, first, last, scale,
+        key_gradient, value_gradient, k, v, column, query, output_gradient, log_sum, delta, starts, ends, queries, first, last, scale,
         KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-        MASKED: tl.constexpr,
+        STAGES: tl.constexpr, MASKED: tl.constexpr,
     ):  # fmt: skip
-        """Add the query tiles from `first` to `last`: dV += P^T dO, dK += dS^T Q."""
-        for tile in range(first, last):
-            index, slot, inside = _query_rows(tile, row, head, queries, KEY_HEADS, GROUP, BLOCK_M)
-            q = _load(query, slot * HEAD_DIM, inside, HEAD_DIM, BLOCK_D, False)
-            do = _load(output_gradient, slot * HEAD_DIM, inside, HEAD_DIM, BLOCK_D, False)
-            logs = tl.load(log_sum + slot, mask=inside, other=0.0)
-            product = tl.load(delta + slot, mask=inside, other=0.0)
-            p = tl.exp2(dot(k, tl.trans(q)) * scale - logs[None, :])  # [keys, queries]
+        """Add the query tiles from `first` to `last`: dV += P^T dO, dK += dS^T Q. All pointers begin at the row (and key head)."""
+        for tile in tl.range(first, last, num_stages=STAGES):  # said here, the statistics are loaded ahead as well
+            within = tl.arange(0, BLOCK_M)
+            statistic = tile * BLOCK_M + within
+            inside = statistic < queries * GROUP
+            q = _load_queries(query, tile, queries, KEY_HEADS, GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, not MASKED)
+            do = _load_queries(output_gradient, tile, queries, KEY_HEADS, GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, not MASKED)
             if MASKED:
+                logs = tl.load(log_sum + statistic, mask=inside, other=0.0)
+                product = tl.load(delta + statistic, mask=inside, other=0.0)
+            else:
+                logs, product = tl.load(log_sum + statistic), tl.load(delta + statistic)
+            # What is subtracted of a product is what its sums start with: no registers hold it while the product is awaited.
+            p = tl.exp2((dot(k, tl.trans(q)) + (logs * (-1.0 / scale))[None, :]) * scale)  # [keys, queries]
+            if MASKED:
+                index = tile * (BLOCK_M // GROUP) + within // GROUP if BLOCK_M % GROUP == 0 else statistic // GROUP
                 start = tl.load(starts + index, mask=inside, other=0)
                 end = tl.load(ends + index, mask=inside, other=0)
                 p = tl.where((column[:, None] >= start[None, :]) & (column[:, None] < end[None, :]), p, 0.0)
             value_gradient += dot(p.to(do.dtype), do)
-            ds = p * (dot(v, tl.trans(do)) - product[None, :])
+            ds = p * (dot(v, tl.trans(do)) + (-product)[None, :])
             key_gradient += dot(ds.to(q.dtype), q)
         return key_gradient, value_gradient
 
     @triton.jit(do_not_specialize=["queries", "keys"])
     def _key_gradient_kernel(
-        query, key, value, starts, ends, schedule, output_gradient, log_sum, delta, key_gradient, value_gradient,
+        query, key, value, starts, ends, schedule, order, output_gradient, log_sum, delta, key_gradient, value_gradient,
         queries, keys, scale, gradient_scale,
         KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-        BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+        BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     ):  # fmt: skip
-        """dK and dV of one tile of context or block keys. The first tiles, usually seen by most queries, start first."""
-        head, row, tile = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+        """dK and dV of one tile of context or block keys. The tiles that meet most queries start first."""
+        head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+        tile = tl.load(order + row * tl.num_programs(2) + tl.program_id(2))
         column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         inside = column < keys
         offsets = ((row * keys + column) * KEY_HEADS + head) * HEAD_DIM
@@ -524,17 +549,21 @@ if triton is not None:
         dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
         limits = schedule + (row * tl.num_programs(2) + tile) * 4
         low, first, last, high = tl.load(limits), tl.load(limits + 1), tl.load(limits + 2), tl.load(limits + 3)
+        slot, statistic = (row * queries * KEY_HEADS + head) * GROUP, (row * KEY_HEADS + head) * queries * GROUP
+        query, output_gradient = query + slot * HEAD_DIM, output_gradient + slot * HEAD_DIM
+        log_sum, delta = log_sum + statistic, delta + statistic
+        starts, ends = starts + row * queries, ends + row * queries
         dk, dv = _key_gradient_queries(
-            dk, dv, k, v, column, query, output_gradient, log_sum, delta, starts, ends, row, head, queries, low, first, scale,
-            KEY_HEADS, GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, True,
+            dk, dv, k, v, column, query, output_gradient, log_sum, delta, starts, ends, queries, low, first, scale,
+            KEY_HEADS, GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, STAGES, True,
         )  # fmt: skip
         dk, dv = _key_gradient_queries(
-            dk, dv, k, v, column, query, output_gradient, log_sum, delta, starts, ends, row, head, queries, first, last, scale,
-            KEY_HEADS, GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, False,
+            dk, dv, k, v, column, query, output_gradient, log_sum, delta, starts, ends, queries, first, last, scale,
+            KEY_HEADS, GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, STAGES, False,
         )  # fmt: skip
         dk, dv = _key_gradient_queries(
-            dk, dv, k, v, column, query, output_gradient, log_sum, delta, starts, ends, row, head, queries, last, high, scale,
-            KEY_HEADS, GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, True,
+            dk, dv, k, v, column, query, output_gradient, log_sum, delta, starts, ends, queries, last, high, scale,
+            KEY_HEADS, GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, STAGES, True,
         )  # fmt: skip
         _store(key_gradient, offsets, inside, dk * gradient_scale, HEAD_DIM, BLOCK_D)
         _store(value_gradient, offsets, inside, dv, HEAD_DIM, BLOCK_D)
@@ -543,7 +572,8 @@ if triton is not None:
 def _key_schedule(start: Tensor, end: Tensor, keys: int, group: int, tiles: Tiles) -> Tensor:
     """Which query tiles a key tile meets: [R, key tiles, 4] int32 (low, first, last, high).
 
-    Query tiles from low to high contain every query that sees the key tile; all queries of those from first to last see the whole tile.
+    Query tiles from low to high contain every query that sees the key tile; those from first to last are full of queries that see all
+    of it.
     """
     queries = start.shape[1]
     device, far = start.device, torch.iinfo(torch.int32).max
@@ -553,7 +583,7 @@ def _key_schedule(start: Tensor, end: Tensor, keys: int, group: int, tiles: Tile
     start, end = start[:, element], end[:, element]  # [R, query tiles, tile]
     seen = there & (end > start)
     lowest, highest = torch.where(seen, start, far).amin(2), torch.where(seen, end, 0).amax(2)
-    whole_from, whole_to = torch.where(there, start, 0).amax(2), torch.where(there, end, far).amin(2)
+    whole_from, whole_to = torch.where(there, start, far).amax(2), torch.where(there, end, 0).amin(2)
 
     key_low = torch.arange(0, keys, tiles.keys, device=device)[:, None]  # [key tiles, 1]
     key_high = (key_low + tiles.keys).clamp(max=keys)
@@ -565,6 +595,11 @@ def _key_schedule(start: Tensor, end: Tensor, keys: int, group: int, tiles: Tile
     first = torch.where(whole, tile, high[..., None]).amin(2)
     last = torch.where(~whole & (tile >= first[..., None]), tile, high[..., None]).amin(2)
     return torch.stack([low, first, last, high], dim=2).to(torch.int32)
+
+
+def _longest_first(schedule: Tensor) -> Tensor:
+    """[R, key tiles] int32: the key tiles of a schedule by falling number of query tiles, so that no long one starts last."""
+    return torch.argsort(schedule[..., 3] - schedule[..., 0], dim=1, descending=True, stable=True).to(torch.int32)
 
 
 class _BlockAttention(torch.autograd.Function):
@@ -582,7 +617,7 @@ class _BlockAttention(torch.autograd.Function):
         context_value: Tensor,
     ) -> Tensor:
         output = torch.empty_like(query)
-        log_sum = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
+        log_sum = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)  # in the order [R, Hk, Q, Hq / Hk]
         inputs = (query, block_key, block_value, context_key, context_value)
         tiles = _tiles(query.shape[-1], query.device)[0]
         with torch.cuda.device_of(query):
@@ -655,6 +690,7 @@ def _key_gradients(
     if keys:
         group = query.shape[2] // key_heads
         schedule = visible.derived((name, keys, group, tiles), lambda: _key_schedule(starts, ends, keys, group, tiles))
+        order = visible.derived((name, "order", keys, group, tiles), lambda: _longest_first(schedule))
         _key_gradient_kernel[(key_heads, rows, schedule.shape[1])](
             query,
             key,
@@ -662,6 +698,7 @@ def _key_gradients(
             starts,
             ends,
             schedule,
+            order,
             output_gradient,
             log_sum,
             delta,
@@ -677,6 +714,7 @@ def _key_gradients(
             BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
             BLOCK_M=tiles.queries,
             BLOCK_N=tiles.keys,
+            STAGES=tiles.stages,
             num_warps=tiles.warps,
             num_stages=tiles.stages,
         )
