@@ -133,6 +133,14 @@ def flex_attention(visible: VisibleKeys, inputs: list[Tensor]) -> tuple[Callable
     return mask, attend
 
 
+def key_schedules(visible: VisibleKeys, inputs: list[Tensor]) -> list[Tensor]:
+    """What our backward pass works out once for all layers of a step: which query tiles every key tile meets."""
+    query, block_key, _, context_key, _ = inputs
+    group, tiles = query.shape[2] // context_key.shape[2], block_attention_module._tiles(query.shape[3], query.device)[2]
+    sides = ((visible.block_start, visible.block_end, block_key), (visible.context_start, visible.context_end, context_key))
+    return [block_attention_module._key_schedule(start, end, key.shape[1], group, tiles) for start, end, key in sides if key.shape[1]]
+
+
 def benchmark_attention(shape: Shape, report: Report, keep: Callable[[], None]) -> None:
     """Forward, and forward with backward, on the same visible pairs; `keep` is called after each pattern."""
     device = report.device
@@ -142,9 +150,10 @@ def benchmark_attention(shape: Shape, report: Report, keep: Callable[[], None]) 
         upstream = torch.randn_like(inputs[0])
 
         def ours(inputs: list[Tensor] = inputs, visible: VisibleKeys = visible) -> Tensor:
-            return attention(*inputs, replace(visible, _derived={}), implementation=implementation)  # type: ignore[arg-type]
+            return attention(*inputs, visible, implementation=implementation)  # type: ignore[arg-type]
 
         candidates: dict[str, Callable[[], Tensor]] = {"ours": ours}
+        report.add("ours", measure(partial(key_schedules, visible, inputs), device=device), case=name, part="its key schedules")
         if device.type == "cuda":
             mask, candidates["FlexAttention"] = flex_attention(visible, inputs)
             report.add("FlexAttention", measure(mask, device=device), case=name, part="its block mask")

@@ -296,20 +296,22 @@ TILES: dict[int, tuple[Tiles, Tiles, Tiles]] = {
     128: (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 2), Tiles(64, 128, 8, 2)),
     256: (Tiles(64, 64, 8, 2), Tiles(64, 32, 8, 2), Tiles(32, 64, 8, 2)),
 }
-# For GPUs with 99 KB of shared memory a block, as most outside data centres.
+# For GPUs with 227 KB of shared memory a block, as H100 and H200: a stage more hides the loads of both gradients.
+LARGE_TILES = TILES | {128: (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(64, 128, 8, 3))}
+# For GPUs with 99 KB, as most outside data centres.
 SMALL_TILES: dict[int, tuple[Tiles, Tiles, Tiles]] = {
     64: (Tiles(128, 64, 4, 2), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
     128: (Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 2), Tiles(32, 64, 4, 2)),
     256: (Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1)),
 }
-_LARGEST_BLOCK_MEMORY = 163_840  # bytes that TILES need: A100, H100 and later
+_BLOCK_MEMORY, _LARGE_BLOCK_MEMORY = 163_840, 232_448  # bytes that TILES and LARGE_TILES need
 
 
 def _tiles(head_dim: int, device: torch.device) -> tuple[Tiles, Tiles, Tiles]:
-    memory = _LARGEST_BLOCK_MEMORY
+    memory = _BLOCK_MEMORY
     if device.type == "cuda":
         memory = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", memory)
-    table = SMALL_TILES if memory < _LARGEST_BLOCK_MEMORY else TILES
+    table = SMALL_TILES if memory < _BLOCK_MEMORY else TILES if memory < _LARGE_BLOCK_MEMORY else LARGE_TILES
     return table[next(size for size in table if head_dim <= size)]
 
 
@@ -532,14 +534,13 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["queries", "keys"])
     def _key_gradient_kernel(
-        query, key, value, starts, ends, schedule, order, output_gradient, log_sum, delta, key_gradient, value_gradient,
+        query, key, value, starts, ends, schedule, output_gradient, log_sum, delta, key_gradient, value_gradient,
         queries, keys, scale, gradient_scale,
         KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
         BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     ):  # fmt: skip
-        """dK and dV of one tile of context or block keys. The tiles that meet most queries start first."""
-        head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-        tile = tl.load(order + row * tl.num_programs(2) + tl.program_id(2))
+        """dK and dV of one tile of context or block keys. The first tiles, usually seen by most queries, start first."""
+        head, row, tile = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
         column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         inside = column < keys
         offsets = ((row * keys + column) * KEY_HEADS + head) * HEAD_DIM
@@ -595,11 +596,6 @@ def _key_schedule(start: Tensor, end: Tensor, keys: int, group: int, tiles: Tile
     first = torch.where(whole, tile, high[..., None]).amin(2)
     last = torch.where(~whole & (tile >= first[..., None]), tile, high[..., None]).amin(2)
     return torch.stack([low, first, last, high], dim=2).to(torch.int32)
-
-
-def _longest_first(schedule: Tensor) -> Tensor:
-    """[R, key tiles] int32: the key tiles of a schedule by falling number of query tiles, so that no long one starts last."""
-    return torch.argsort(schedule[..., 3] - schedule[..., 0], dim=1, descending=True, stable=True).to(torch.int32)
 
 
 class _BlockAttention(torch.autograd.Function):
@@ -690,7 +686,6 @@ def _key_gradients(
     if keys:
         group = query.shape[2] // key_heads
         schedule = visible.derived((name, keys, group, tiles), lambda: _key_schedule(starts, ends, keys, group, tiles))
-        order = visible.derived((name, "order", keys, group, tiles), lambda: _longest_first(schedule))
         _key_gradient_kernel[(key_heads, rows, schedule.shape[1])](
             query,
             key,
@@ -698,7 +693,6 @@ def _key_gradients(
             starts,
             ends,
             schedule,
-            order,
             output_gradient,
             log_sum,
             delta,

@@ -26,14 +26,15 @@ _BLOCK = 1024
 if triton is not None:
 
     @triton.jit
-    def _gated_halves_kernel(states, out, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    def _gated_halves_kernel(states, out, size, blocks, EVEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
         """One program a token and block of columns."""
         wait_for_inputs(PDL)
-        token = tl.program_id(0).to(tl.int64)
-        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        inside = column < size
-        gate = tl.load(states + token * 2 * size + column, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(states + (token * 2 + 1) * size + column, mask=inside, other=0.0).to(tl.float32)
+        token = (tl.program_id(0) // blocks).to(tl.int64)
+        column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+        inside = (column < size) | EVEN
+        # Read once: what is in the cache for others may stay there.
+        gate = tl.load(states + token * 2 * size + column, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        up = tl.load(states + (token * 2 + 1) * size + column, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
         let_next_start(PDL)
         silu = (gate * tl.sigmoid(gate)).to(out.dtype.element_ty).to(tl.float32)
         tl.store(out + token * size + column, (silu * up).to(out.dtype.element_ty), mask=inside)
@@ -57,6 +58,8 @@ def gated_halves(states: Tensor, *, implementation: Literal["auto", "reference",
     states, size = states.contiguous(), states.shape[-1] // 2
     out = torch.empty(*states.shape[:-1], size, dtype=states.dtype, device=states.device)
     with torch.cuda.device_of(states):
-        grid = (out.numel() // size, triton.cdiv(size, _BLOCK))
-        _gated_halves_kernel[grid](states, out, size, BLOCK=_BLOCK, num_warps=4, **dependent_launch(states))
+        blocks = triton.cdiv(size, _BLOCK)
+        _gated_halves_kernel[(out.numel() // size * blocks,)](
+            states, out, size, blocks, EVEN=size % _BLOCK == 0, BLOCK=_BLOCK, num_warps=4, **dependent_launch(states)
+        )
     return out

@@ -354,7 +354,7 @@ def _kernel(
     with torch.cuda.device_of(token_ids):
         if batch * slots:
             _tile_log_sum_exp_kernel[(batch * slots, tiles)](
-                p, q, tile_sums, target_slots, slots, *strides, vocabulary, *scales, TILES=tiles, TILE=tile, num_warps=8, **early
+                p, q, tile_sums, target_slots, slots, *strides, vocabulary, *scales, TILES=tiles, TILE=tile, num_warps=4, **early
             )
         _decide_kernel[(batch,)](
             token_ids, lengths, p, q, tile_sums, normalisers[0], normalisers[1], weights, accepted, rows, round_index, seed,
@@ -363,7 +363,7 @@ def _kernel(
         )  # fmt: skip
         _tile_mass_kernel[(batch * massed, tiles)](
             token_ids, lengths, p, q, normalisers[0], normalisers[1], weights, accepted, masses, drafts, token_ids.stride(0), *strides,
-            vocabulary, *scales, **kinds, BLOCK_VERIFICATION=block, TILES=tiles, TILE=tile, num_warps=8, **early,
+            vocabulary, *scales, **kinds, BLOCK_VERIFICATION=block, TILES=tiles, TILE=tile, num_warps=4, **early,
         )  # fmt: skip
         _draw_kernel[(batch,)](
             token_ids, lengths, p, q, normalisers[0], normalisers[1], weights, masses, accepted, next_token, rows, round_index, seed,

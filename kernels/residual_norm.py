@@ -105,7 +105,7 @@ def _tokens(x: Tensor) -> Tensor:
 
 def _launch_options(size: int) -> dict[str, int]:
     block = triton.next_power_of_2(size)
-    return {"BLOCK": block, "num_warps": max(1, min(16, block // 256))}
+    return {"BLOCK": block, "num_warps": max(1, min(8, block // 256))}
 
 
 def _norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

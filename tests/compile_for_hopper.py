@@ -17,7 +17,7 @@ import triton.runtime.jit
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from speculators.kernels import launch
+from speculators.kernels import block_attention, launch
 from speculators.kernels.attention_heads import CacheSlots, attention_heads
 from speculators.kernels.draft_attention import draft_attention
 from speculators.kernels.gated_halves import gated_halves
@@ -94,8 +94,22 @@ def others() -> None:
     round_outcome(state, torch.zeros(1, 7, dtype=torch.int64), number, number, number, torch.arange(2), 9, **CHOICE)
 
 
+def training() -> None:
+    """Training attention, forward and backward, with the tiles of a GPU as large as this one."""
+    block_attention._tiles = lambda head_dim, device: block_attention.LARGE_TILES[head_dim]
+    for size in block_attention.LARGE_TILES:
+        query, block, context = (
+            torch.zeros(1, length, heads, size, dtype=torch.bfloat16) for length, heads in ((256, 8), (256, 2), (512, 2))
+        )
+        leaves = [x.requires_grad_() for x in (query, block, block.clone(), context, context.clone())]
+        ranges = [torch.zeros(1, 256, dtype=torch.int32)] * 4
+        with torch.enable_grad():
+            out = block_attention.attention(*leaves, VisibleKeys(*ranges, 0, None), **CHOICE)
+            torch.autograd.grad(out, leaves, torch.zeros_like(out))
+
+
 def main() -> None:
-    """Compile the kernels of one dtype, or with `others` those whose dtype costs no shared memory."""
+    """Compile the kernels of one dtype, with `others` those whose dtype costs no shared memory, or those of training."""
     compiled: list[dict[str, Any]] = []
     run = triton.runtime.jit.JITFunction.run
 
@@ -108,7 +122,7 @@ def main() -> None:
     driver.set_active(Hopper())
     launch.enabled, launch._supported = True, lambda device: True
     with torch.no_grad():
-        others() if sys.argv[1] == "others" else products(getattr(torch, sys.argv[1]))
+        {"others": others, "training": training}.get(sys.argv[1], lambda: products(getattr(torch, sys.argv[1])))()
     print(json.dumps(compiled))
 
 
