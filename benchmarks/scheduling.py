@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -142,9 +142,10 @@ def measure_batch(
 ) -> tuple[dict[str, Any], StepTimes]:
     """Every configuration at one batch size."""
     rows, most, tokens = len(batches[0]), max(ks), sampling.max_new_tokens - 1
-    typical = sorted(batches, key=lambda batch: sum(map(len, batch)))[len(batches) // 2]
-    times = step_times(verifier, drafter, most, typical, sampling)
-    plain_times = measure(verifier, None, (rows,), (0,), sampling, RowLengths.of(typical, sampling))
+    # Batches differ in length, and what is predicted is all of them: `auto` needs the times of each anyway.
+    times = mean([step_times(verifier, drafter, most, batch, sampling) for batch in batches])
+    plain = {lengths: measure(verifier, None, (rows,), (0,), sampling, lengths) for lengths in {RowLengths.of(b, sampling) for b in batches}}
+    plain_times = mean([plain[RowLengths.of(batch, sampling)] for batch in batches])
     engine = {"none": timed(verifier, None, batches, sampling, None, repeats)}
     engine |= {f"fixed:{k}": timed(verifier, drafter, batches, sampling, k, repeats) for k in ks}
     engine["auto"] = timed(verifier, drafter, batches, sampling, AUTO, repeats)
@@ -166,6 +167,12 @@ def measure_batch(
         "simulated": {name: {"tokens_per_second": value, "over_engine": value / speed[name]} for name, value in expected.items()},
     }
     return result, times
+
+
+def mean(tables: Sequence[StepTimes]) -> StepTimes:
+    """The mean times of tables of the same sizes."""
+    draft, verify = (np.mean([getattr(table, name) for table in tables], axis=0) for name in ("draft_seconds", "verify_seconds"))
+    return replace(tables[0], draft_seconds=tuple(map(tuple, draft.tolist())), verify_seconds=tuple(map(tuple, verify.tolist())))
 
 
 def joined(tables: Sequence[StepTimes]) -> StepTimes:
