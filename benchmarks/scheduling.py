@@ -144,8 +144,9 @@ def measure_batch(
     rows, most, tokens = len(batches[0]), max(ks), sampling.max_new_tokens - 1
     # Batches differ in length, and what is predicted is all of them: `auto` needs the times of each anyway.
     times = mean([step_times(verifier, drafter, most, batch, sampling) for batch in batches])
-    plain = {lengths: measure(verifier, None, (rows,), (0,), sampling, lengths) for lengths in {RowLengths.of(b, sampling) for b in batches}}
-    plain_times = mean([plain[RowLengths.of(batch, sampling)] for batch in batches])
+    lengths = [RowLengths.of(batch, sampling) for batch in batches]
+    plain = {some: measure(verifier, None, (rows,), (0,), sampling, some) for some in set(lengths)}
+    plain_times = mean([plain[some] for some in lengths])
     engine = {"none": timed(verifier, None, batches, sampling, None, repeats)}
     engine |= {f"fixed:{k}": timed(verifier, drafter, batches, sampling, k, repeats) for k in ks}
     engine["auto"] = timed(verifier, drafter, batches, sampling, AUTO, repeats)
