@@ -245,9 +245,10 @@ if triton is not None:
     ):
         """Log-sum-exp and argmax of a row's logits, of some of its columns if REDUCED; one program a row."""
         row = tl.program_id(0).to(tl.int64)
-        largest = -1.0e30  # finite, so that exp(-inf - largest) is 0 and never NaN
-        total = 0.0
-        choice = 0
+        # Of every lane by itself, put together at the end: a sum over the program in every step would make it wait.
+        largest = tl.full((BLOCK,), -1.0e30, tl.float32)  # finite, so that exp(-inf - largest) is 0 and never NaN
+        total = tl.zeros((BLOCK,), tl.float32)
+        choice = tl.zeros((BLOCK,), tl.int32)
         for start in range(0, size, BLOCK):
             index = start + tl.arange(0, BLOCK)
             inside = index < size
@@ -258,13 +259,13 @@ if triton is not None:
                 logits + row * stride, bias + row * stride, head_bias, columns, inside, scale, softcap,
                 HAS_BIAS, HAS_HEAD_BIAS, HAS_SOFTCAP,
             )  # fmt: skip
-            peak = tl.max(z, 0)
-            choice = tl.where(peak > largest, tl.min(tl.where(z == peak, index, size), 0), choice)
-            peak = tl.maximum(peak, largest)
-            total = total * tl.exp(largest - peak) + tl.sum(tl.exp(z - peak), 0)
+            choice = tl.where(z > largest, index, choice)
+            peak = tl.maximum(z, largest)
+            total = total * tl.exp(largest - peak) + tl.exp(z - peak)
             largest = peak
-        tl.store(log_sums + row, largest + tl.log(total))
-        tl.store(choices + row, choice)
+        top = tl.max(largest, 0)
+        tl.store(log_sums + row, top + tl.log(tl.sum(total * tl.exp(largest - top), 0)))
+        tl.store(choices + row, tl.min(tl.where(largest == top, choice, size - 1), 0))
 
     @triton.jit
     def _distillation_kernel(
@@ -314,9 +315,10 @@ if triton is not None:
             log_teacher = tl.load(teacher_log_sums + position)
             log_reached = tl.load(reached_log_sums + position)
         known = tl.where(label >= 0, 1.0, 0.0)
-        l1 = 0.0
-        acceptance = 0.0
-        kl = 0.0
+        l1 = tl.zeros((BLOCK,), tl.float32)  # of every lane, as in `_softmax_kernel`
+        acceptance = tl.zeros((BLOCK,), tl.float32)
+        kl = tl.zeros((BLOCK,), tl.float32)
+        signed = tl.zeros((BLOCK,), tl.float32)
         sign_mean = 0.0  # <p, s>
         PASSES: tl.constexpr = 2 if WITH_GRADIENT and HAS_L1 else 1
         for number in tl.static_range(PASSES):
@@ -338,11 +340,10 @@ if triton is not None:
                     sign = tl.where(p > q, 1.0, tl.where(p < q, -1.0, 0.0))
                     q_reached = tl.exp(t - log_reached)
                     if number == 0:
-                        l1 += tl.sum((p - q) * sign, 0)
-                        acceptance += tl.sum(tl.minimum(p, q), 0)
-                        sign_mean += tl.sum(p * sign, 0)
-                        difference = tl.where(inside, t - log_reached, 0.0) - tl.where(inside, z - log_draft, 0.0)
-                        kl += tl.sum(q_reached * difference, 0)
+                        l1 += (p - q) * sign
+                        acceptance += tl.minimum(p, q)
+                        signed += p * sign
+                        kl += q_reached * (tl.where(inside, t - log_reached, 0.0) - tl.where(inside, z - log_draft, 0.0))
                 if WITH_GRADIENT and number == PASSES - 1:
                     gradient = ce_coefficient * known * (p - tl.where(columns == label, 1.0, 0.0))
                     if HAS_TEACHER:
@@ -356,12 +357,15 @@ if triton is not None:
                     if HAS_SOFTCAP:
                         gradient = gradient * (1.0 - (capped / softcap) * (capped / softcap))
                     tl.store(draft_row + columns, gradient.to(draft.dtype.element_ty), mask=inside)
+            if HAS_L1 and number == 0:
+                sign_mean = tl.sum(signed, 0)
         if HAS_TEACHER:
+            distance = tl.sum(l1, 0)
             if REDUCED:  # the teacher's mass outside the draft vocabulary
-                l1 += tl.maximum(1.0 - tl.exp(log_reached - log_teacher), 0.0)
-            tl.store(statistics + row, l1)
-            tl.store(statistics + count + row, kl)
-            tl.store(statistics + 2 * count + row, acceptance)
+                distance += tl.maximum(1.0 - tl.exp(log_reached - log_teacher), 0.0)
+            tl.store(statistics + row, distance)
+            tl.store(statistics + count + row, tl.sum(kl, 0))
+            tl.store(statistics + 2 * count + row, tl.sum(acceptance, 0))
 
 
 def _kernel(task: _Task, inputs: list[Tensor], with_gradient: bool) -> _Result:
