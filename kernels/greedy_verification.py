@@ -57,6 +57,7 @@ def _greedy_kernel(token_ids: Tensor, lengths: Tensor, logits: Tensor) -> Accept
     device, (batch, drafts) = token_ids.device, token_ids.shape
     logits = with_unit_stride(logits)
     token_ids = token_ids if token_ids.stride(-1) == 1 else token_ids.contiguous()
+    lengths = lengths.contiguous()
     vocabulary = logits.shape[-1]
     tile, tiles = tiles_of(vocabulary)
     largest = torch.empty(batch * (drafts + 1), tiles, dtype=torch.float32, device=device)

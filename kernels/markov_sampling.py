@@ -296,7 +296,7 @@ if triton is not None:
 
 
 def _kernel(chain: MarkovChain, draw: Randomness | None, shortlist: Tensor | None) -> MarkovDrafts:
-    logits, bias_head, anchor, ids = chain.logits, chain.bias_head, chain.anchor, chain.ids
+    logits, bias_head, anchor, ids = chain.logits, chain.bias_head, chain.anchor.contiguous(), chain.ids
     device, (rows, slots, vocabulary), rank = logits.device, logits.shape, bias_head.shape[1]
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     columns = vocabulary if shortlist is None else shortlist.shape[2]
@@ -316,7 +316,9 @@ def _kernel(chain: MarkovChain, draw: Randomness | None, shortlist: Tensor | Non
     arrived = torch.zeros(slots, row_blocks, dtype=torch.int32, device=device)
     token_ids = torch.empty(rows, slots, dtype=torch.int64, device=device)
     log_normaliser, log_probability = torch.empty(2, rows, slots, dtype=torch.float32, device=device)
-    row_numbers, round_index, seed = (anchor, anchor, 0) if draw is None else (draw.rows, draw.round_index, seed_argument(draw.seed))
+    row_numbers, round_index, seed = anchor, anchor, 0
+    if draw is not None:
+        row_numbers, round_index, seed = draw.rows.contiguous(), draw.round_index, seed_argument(draw.seed)
     table = chain.factors.table if isinstance(chain.factors, TableFactors) else None
     before, kept = [anchor], []
     with torch.cuda.device_of(logits):

@@ -8,7 +8,8 @@ The kernels never write one. With p = softmax(target / T) and q likewise they ru
     3. sum_x max(w_k p_k(x) - q_k(x), 0), a tile each, at the slots that may need it: one of standard verification, all of block's
     4. block verification's accepted length, and the token after it by inverting the cumulative sum: tiles first, then inside one
 
-Exponents are to base 2, as the hardware has them, and the temperature a factor: a multiplication and an addition a logit.
+Exponents are to base 2, as the hardware has them, and the temperature a factor. It multiplies a logit's distance to its slot's largest,
+never the logit: at a low temperature the product of a logit has rounding errors larger than 1, which are exponents here.
 
 Traffic: each logit is read once, those of the slots of step 3 twice. Random numbers are those of
 `speculators.decoding.randomness`, computed where they are used.
@@ -84,6 +85,7 @@ def _reference(
 # -- the kernels -------------------------------------------------------------------------------------------------
 
 if triton is not None:
+    _LOWEST = tl.constexpr(-3.0e38)  # where a largest logit is -inf: finite, so that 2^(-inf - largest) is 0 and never NaN
 
     @triton.jit
     def _tile_log_sum_exp_kernel(
@@ -94,7 +96,7 @@ if triton is not None:
         vocabulary, target_scale, draft_scale,
         TILES: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
     ):  # fmt: skip
-        """One program a slot and tile: the largest of x = values * scale, and the sum of 2^(x - largest)."""
+        """One program a slot and tile: the largest value, and the sum of 2^((value - largest) * scale)."""
         wait_for_inputs(PDL)
         slot = tl.program_id(0)
         tile = tl.program_id(1)
@@ -104,25 +106,32 @@ if triton is not None:
         inside = columns < vocabulary
         if k < target_slots:
             source = target + row * target_row_stride + k * target_slot_stride
-            x = tl.load(source + columns, mask=inside, other=float("-inf")).to(tl.float32) * target_scale
+            x = tl.load(source + columns, mask=inside, other=float("-inf")).to(tl.float32)
+            scale = target_scale
         else:
             source = draft + row * draft_row_stride + (k - target_slots) * draft_slot_stride
-            x = tl.load(source + columns, mask=inside, other=float("-inf")).to(tl.float32) * draft_scale
+            x = tl.load(source + columns, mask=inside, other=float("-inf")).to(tl.float32)
+            scale = draft_scale
         let_next_start(PDL)
-        largest = tl.maximum(tl.max(x, 0), -1.0e30)  # finite, so that 2^(-inf - largest) is 0 and never NaN
+        largest = tl.maximum(tl.max(x, 0), _LOWEST)
         tl.store(out + (slot * 2) * TILES + tile, largest)
-        tl.store(out + (slot * 2 + 1) * TILES + tile, tl.sum(tl.exp2(x - largest), 0))
+        tl.store(out + (slot * 2 + 1) * TILES + tile, tl.sum(tl.exp2((x - largest) * scale), 0))
 
     @triton.jit
-    def _log_sum_exp(tiles, slot, there, TILES: tl.constexpr, TILES_BLOCK: tl.constexpr):
-        """To base 2, of some slots at once, from their tiles; 0 where there is no slot."""
+    def _normalisers(tiles, out, slot, place, there, scale, TILES: tl.constexpr, TILES_BLOCK: tl.constexpr):
+        """Of some slots at once, from their tiles: the largest logit, and log2 of the sum of 2^((logit - largest) * scale).
+
+        Both are stored side by side at `place`, where there is a slot.
+        """
         tile = tl.arange(0, TILES_BLOCK)[None, :]
         inside = there[:, None] & (tile < TILES)
-        largest = tl.load(tiles + (slot[:, None] * 2) * TILES + tile, mask=inside, other=-1.0e30)
+        largest = tl.load(tiles + (slot[:, None] * 2) * TILES + tile, mask=inside, other=_LOWEST)
         sums = tl.load(tiles + (slot[:, None] * 2 + 1) * TILES + tile, mask=inside, other=0.0)
         top = tl.max(largest, 1)
-        total = tl.sum(sums * tl.exp2(largest - top[:, None]), 1)
-        return tl.where(there, top + tl.log2(tl.where(there, total, 1.0)), 0.0)
+        total = tl.log2(tl.sum(sums * tl.exp2((largest - top[:, None]) * scale), 1))
+        tl.store(out + 2 * place, top, mask=there)
+        tl.store(out + 2 * place + 1, total, mask=there)
+        return top, total
 
     @triton.jit
     def _decide_kernel(
@@ -131,8 +140,8 @@ if triton is not None:
         target,  # [R, K + 1, V]
         draft,  # [R, K, V]
         tiles,  # [R, slots, 2, TILES], see above
-        target_normaliser,  # [R, K + 1] float32: log-sum-exp to base 2
-        draft_normaliser,  # [R, K + 1] float32
+        target_normaliser,  # [R, K + 1, 2] float32, see `_normalisers`
+        draft_normaliser,  # [R, K + 1, 2] float32
         weights,  # [R, K + 1] float64: w of block verification, -1 behind the row's drafts
         accepted_out,  # [R]: of standard verification
         rows,  # [R]
@@ -148,6 +157,7 @@ if triton is not None:
         k = tl.arange(0, SLOTS_BLOCK).to(tl.int64)
         is_slot = k <= drafts
         is_draft = k < drafts
+        place = row * (drafts + 1) + k
         length = tl.load(lengths + row)
         counter = absorb(absorb(absorb(seed, purpose), tl.load(rows + row)), tl.load(round_index))
         token = tl.load(token_ids + row * token_stride + k, mask=is_draft, other=0)
@@ -155,15 +165,14 @@ if triton is not None:
         if POINT_MASS == 0:
             q = tl.load(draft + row * draft_row_stride + k * draft_slot_stride + token, mask=is_draft, other=1.0).to(tl.float32)
         if TARGET_LOGITS:
-            normaliser = _log_sum_exp(tiles, row * slots + k, is_slot, TILES, TILES_BLOCK)
-            tl.store(target_normaliser + row * (drafts + 1) + k, normaliser, mask=is_slot)
-            p = tl.exp2(p * target_scale - normaliser)
+            top, total = _normalisers(tiles, target_normaliser, row * slots + k, place, is_slot, target_scale, TILES, TILES_BLOCK)
+            p = tl.exp2((p - top) * target_scale - total)
         ratio = p.to(tl.float64)
         if POINT_MASS == 0:
             if DRAFT_LOGITS:
-                draft_norm = _log_sum_exp(tiles, row * slots + target_slots + k, is_draft, TILES, TILES_BLOCK)
-                tl.store(draft_normaliser + row * (drafts + 1) + k, draft_norm, mask=is_draft)
-                q = tl.exp2(q * draft_scale - draft_norm)
+                slot = row * slots + target_slots + k
+                top, total = _normalisers(tiles, draft_normaliser, slot, place, is_draft, draft_scale, TILES, TILES_BLOCK)
+                q = tl.exp2((q - top) * draft_scale - total)
             ratio = ratio / q.to(tl.float64)
         let_next_start(PDL)
         if BLOCK_VERIFICATION:
@@ -172,47 +181,48 @@ if triton is not None:
             for i in range(drafts):
                 weight = tl.minimum(weight * tl.sum(tl.where(k == i, ratio, 0.0), 0), 1.0)
                 of_slot = tl.where(k == i + 1, weight, of_slot)
-            tl.store(weights + row * (drafts + 1) + k, tl.where(k <= length, of_slot, -1.0), mask=is_slot)
+            tl.store(weights + place, tl.where(k <= length, of_slot, -1.0), mask=is_slot)
         else:
             keeps = is_draft & (k < length) & (as_uniform(absorb(counter, k)) < tl.minimum(ratio, 1.0))
             tl.store(accepted_out + row, tl.min(tl.where(keeps, drafts, k), 0))
 
     @triton.jit
+    def _probabilities(values, normaliser, columns, vocabulary, scale, LOGITS: tl.constexpr):
+        """Of some columns of a slot in float32; 0 outside the vocabulary."""
+        inside = columns < vocabulary
+        if LOGITS:
+            x = tl.load(values + columns, mask=inside, other=float("-inf")).to(tl.float32)
+            return tl.exp2((x - tl.load(normaliser)) * scale - tl.load(normaliser + 1))
+        return tl.load(values + columns, mask=inside, other=0.0).to(tl.float32)
+
+    @triton.jit
     def _remainder(
         target,  # of the slot
         draft,  # of the slot
+        target_normaliser,  # of the slot
+        draft_normaliser,  # of the slot
         columns,
         vocabulary,
         weight,
         token,
         is_draft,
-        target_normaliser,
-        draft_normaliser,
         target_scale,
         draft_scale,
         TARGET_LOGITS: tl.constexpr,
         DRAFT_LOGITS: tl.constexpr,
         POINT_MASS: tl.constexpr,
     ):
-        """max(w p - q, 0) of some columns in float32; w p where the slot has no draft.
+        """max(w p - q, 0) of some columns in float32; p where the slot has no draft.
 
         p and q are no more exact than float32; float64 here took as long as reading the logits.
         """
-        inside = columns < vocabulary
-        if TARGET_LOGITS:
-            x = tl.load(target + columns, mask=inside, other=float("-inf")).to(tl.float32)
-            p = tl.exp2(x * target_scale - target_normaliser)
-        else:
-            p = tl.load(target + columns, mask=inside, other=0.0).to(tl.float32)
-        left = p * weight.to(tl.float32)
+        p = _probabilities(target, target_normaliser, columns, vocabulary, target_scale, TARGET_LOGITS)
         if POINT_MASS:
-            return tl.where(columns == token, 0.0, left)  # a slot without draft has token -1
-        if DRAFT_LOGITS:
-            y = tl.load(draft + columns, mask=inside, other=float("-inf")).to(tl.float32)
-            q = tl.exp2(y * draft_scale - draft_normaliser)
+            left = tl.where(columns == token, 0.0, p * weight.to(tl.float32))
         else:
-            q = tl.load(draft + columns, mask=inside, other=0.0).to(tl.float32)
-        return tl.where(is_draft, tl.maximum(left - q, 0.0), left)
+            q = _probabilities(draft, draft_normaliser, columns, vocabulary, draft_scale, DRAFT_LOGITS)
+            left = tl.maximum(p * weight.to(tl.float32) - q, 0.0)
+        return tl.where(is_draft, left, p)
 
     @triton.jit
     def _tile_mass_kernel(
@@ -239,13 +249,13 @@ if triton is not None:
             weight = tl.full((), 1.0, tl.float64)
         is_draft = k < tl.load(lengths + row)
         at = tl.minimum(k, tl.maximum(drafts - 1, 0))  # a slot without draft reads another's, for nothing
-        slot = row * (drafts + 1) + k
+        first = row * (drafts + 1)
         columns = tile * TILE + tl.arange(0, TILE)
         left = _remainder(
             target + row * target_row_stride + k * target_slot_stride, draft + row * draft_row_stride + at * draft_slot_stride,
-            columns, vocabulary, weight, tl.load(token_ids + row * token_stride + at, mask=is_draft, other=-1), is_draft,
-            tl.load(target_normaliser + slot), tl.load(draft_normaliser + slot, mask=is_draft, other=0.0),
-            target_scale, draft_scale, TARGET_LOGITS, DRAFT_LOGITS, POINT_MASS,
+            target_normaliser + 2 * (first + k), draft_normaliser + 2 * (first + at), columns, vocabulary, weight,
+            tl.load(token_ids + row * token_stride + at, mask=is_draft, other=-1), is_draft, target_scale, draft_scale,
+            TARGET_LOGITS, DRAFT_LOGITS, POINT_MASS,
         )  # fmt: skip
         let_next_start(PDL)
         tl.store(masses + program * TILES + tile, tl.sum(left, 0))
@@ -299,15 +309,14 @@ if triton is not None:
 
         is_draft = accepted < length
         at = tl.minimum(accepted, tl.maximum(drafts - 1, 0))
-        slot = row * (drafts + 1) + accepted
+        first = row * (drafts + 1)
         token = tl.load(token_ids + row * token_stride + at, mask=is_draft, other=-1)
         columns = chosen * TILE + tl.arange(0, TILE)
         left = _remainder(
             target + row * target_row_stride + accepted * target_slot_stride,
             draft + row * draft_row_stride + at * draft_slot_stride,
-            columns, vocabulary, weight, token, is_draft,
-            tl.load(target_normaliser + slot), tl.load(draft_normaliser + slot, mask=is_draft, other=0.0),
-            target_scale, draft_scale, TARGET_LOGITS, DRAFT_LOGITS, POINT_MASS,
+            target_normaliser + 2 * (first + accepted), draft_normaliser + 2 * (first + at),
+            columns, vocabulary, weight, token, is_draft, target_scale, draft_scale, TARGET_LOGITS, DRAFT_LOGITS, POINT_MASS,
         )  # fmt: skip
         let_next_start(PDL)
         exceeds = (before + tl.cumsum(left.to(tl.float64), 0) > share) & (left > 0.0)
@@ -332,6 +341,7 @@ def _kernel(
     p = with_unit_stride(target.values)
     q = p if draft is None else with_unit_stride(draft.values)
     token_ids = token_ids if token_ids.stride(-1) == 1 else token_ids.contiguous()
+    lengths, rows = lengths.contiguous(), rows.contiguous()
     vocabulary, block = p.shape[-1], verification == "block"
     tile, tiles = tiles_of(vocabulary)
     kinds = {
@@ -342,7 +352,7 @@ def _kernel(
     target_slots = drafts + 1 if kinds["TARGET_LOGITS"] else 0
     slots = target_slots + (drafts if kinds["DRAFT_LOGITS"] else 0)
     tile_sums = torch.empty(batch, slots, 2, tiles, dtype=torch.float32, device=device)
-    normalisers = torch.empty(2, batch, drafts + 1, dtype=torch.float32, device=device)
+    normalisers = torch.empty(2, batch, drafts + 1, 2, dtype=torch.float32, device=device)
     weights = torch.empty(batch, drafts + 1 if block else 0, dtype=torch.float64, device=device)
     massed = drafts + 1 if block else 1
     masses = torch.empty(batch, massed, tiles, dtype=torch.float32, device=device)
@@ -374,9 +384,9 @@ def _kernel(
 
 
 def _scale(distributions: Distributions | None) -> float:
-    """Logits times this are their exponents to base 2, at their temperature."""
+    """Distances of logits times this are exponents to base 2, at their temperature; never 0, since -inf times 0 is NaN."""
     temperature = None if distributions is None else distributions.temperature
-    return 1.0 if temperature is None else math.log2(math.e) / temperature
+    return 1.0 if temperature is None else max(math.log2(math.e) / temperature, torch.finfo(torch.float32).tiny)
 
 
 # -- the public function ----------------------------------------------------------------------------------------
