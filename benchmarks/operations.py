@@ -51,6 +51,7 @@ def add_vllm(report: Report, kernels: list[tuple[Case, dict[str, Any]]], device:
             found = []
         for one in found:
             try:
+                one.run()
                 note = "; ".join(filter(None, (one.agrees(case.run("triton")), one.difference)))
                 timing = measure(one.run, device=device, repetitions=repetitions, graph=True)
             except Exception as error:
