@@ -37,12 +37,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from speculators.kernels.cross_entropy import cross_entropy_
 from speculators.kernels.frozen_head import FrozenHead, label_columns
+from speculators.kernels.log_sums import head_flags, log_sums
 from speculators.kernels.row_chunks import Chunk, row_chunks
 
 try:
     import triton
     import triton.language as tl
+
+    from speculators.kernels.log_sums import load_logits
 except ImportError:  # no build for this platform: the reference serves it
     triton = None
 
@@ -111,7 +115,7 @@ class _Task:
         """Weights of a chunk's rows, kept in `weights` too."""
         if self.reweigh is None:
             return self.weights[chunk.rows]
-        weights = self.reweigh(torch.where(known, log_probability, float("-inf")), chunk.rows).to(self.weights.dtype)
+        weights = self.reweigh(torch.where(known, log_probability, float("-inf")), chunk.row_numbers()).to(self.weights.dtype)
         weights = torch.where(self.weights[chunk.rows] != 0, weights, 0.0)
         self.weights[chunk.rows] = weights
         return weights
@@ -205,69 +209,6 @@ def _reference(task: _Task, inputs: list[Tensor], with_gradient: bool) -> _Resul
 if triton is not None:
 
     @triton.jit
-    def _capped(x, softcap):
-        """softcap * tanh(x / softcap), from exp alone; saturates cleanly where exp overflows."""
-        return softcap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * x / softcap)))
-
-    @triton.jit
-    def _load_logits(
-        row, bias_row, head_bias, columns, inside, scale, softcap,
-        HAS_BIAS: tl.constexpr, HAS_HEAD_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    ):  # fmt: skip
-        """Logits at some columns, -inf outside, and their part under the cap."""
-        capped = tl.load(row + columns, mask=inside, other=0.0).to(tl.float32) * scale
-        if HAS_HEAD_BIAS:
-            capped += tl.load(head_bias + columns, mask=inside, other=0.0).to(tl.float32)
-        if HAS_SOFTCAP:
-            capped = _capped(capped, softcap)
-        logits = capped
-        if HAS_BIAS:
-            logits += tl.load(bias_row + columns, mask=inside, other=0.0).to(tl.float32)
-        return tl.where(inside, logits, float("-inf")), capped
-
-    @triton.jit
-    def _softmax_kernel(
-        logits,  # [n, stride] W h
-        bias,  # [n, stride] M f
-        head_bias,  # [stride]
-        chosen,  # [size], the columns that take part
-        log_sums,  # [n] float32
-        choices,  # [n] int64
-        stride,
-        size,
-        scale,
-        softcap,
-        HAS_BIAS: tl.constexpr,
-        HAS_HEAD_BIAS: tl.constexpr,
-        HAS_SOFTCAP: tl.constexpr,
-        REDUCED: tl.constexpr,
-        BLOCK: tl.constexpr,
-    ):
-        """Log-sum-exp and argmax of a row's logits, of some of its columns if REDUCED; one program a row."""
-        row = tl.program_id(0).to(tl.int64)
-        # Of every lane by itself, put together at the end: a sum over the program in every step would make it wait.
-        largest = tl.full((BLOCK,), -1.0e30, tl.float32)  # finite, so that exp(-inf - largest) is 0 and never NaN
-        total = tl.zeros((BLOCK,), tl.float32)
-        choice = tl.zeros((BLOCK,), tl.int32)
-        for start in range(0, size, BLOCK):
-            index = start + tl.arange(0, BLOCK)
-            inside = index < size
-            columns = index
-            if REDUCED:
-                columns = tl.load(chosen + index, mask=inside, other=0)
-            z, _ = _load_logits(
-                logits + row * stride, bias + row * stride, head_bias, columns, inside, scale, softcap,
-                HAS_BIAS, HAS_HEAD_BIAS, HAS_SOFTCAP,
-            )  # fmt: skip
-            choice = tl.where(z > largest, index, choice)
-            peak = tl.maximum(z, largest)
-            total = total * tl.exp(largest - peak) + tl.exp(z - peak)
-            largest = peak
-        top = tl.max(largest, 0)
-        tl.store(log_sums + row, top + tl.log(tl.sum(total * tl.exp(largest - top), 0)))
-        tl.store(choices + row, tl.min(tl.where(largest == top, choice, size - 1), 0))
-
-    @triton.jit
     def _distillation_kernel(
         draft,  # [n, Vd] W h; becomes the gradient of W h
         bias,  # [n, Vd] M f; becomes the gradient of M f
@@ -281,7 +222,7 @@ if triton is not None:
         positions,  # [n] rows of the teacher
         labels,  # [n] columns, -1 for none
         weights,  # [n]
-        statistics,  # [3, n] L1, KL, acceptance; of HAS_TEACHER
+        statistics,  # [3, n] L1, KL, acceptance
         count,
         draft_size,
         teacher_size,
@@ -294,28 +235,23 @@ if triton is not None:
         HAS_HEAD_BIAS: tl.constexpr,
         HAS_SOFTCAP: tl.constexpr,
         REDUCED: tl.constexpr,
-        HAS_TEACHER: tl.constexpr,
         HAS_L1: tl.constexpr,
         WITH_GRADIENT: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
-        """One program a row. The L1 gradient needs <p, s> first, hence a second pass; the other losses need one.
-
-        Without HAS_TEACHER only the gradient of the cross-entropy is left: nothing of the teacher exists, nor `statistics`.
-        """
+        """One program a row. The L1 gradient needs <p, s> first, hence a second pass; the other losses need one."""
         row = tl.program_id(0).to(tl.int64)
         draft_row = draft + row * draft_size
         bias_row = bias + row * draft_size
         weight = tl.load(weights + row)
         label = tl.load(labels + row)
         log_draft = tl.load(draft_log_sums + row)
-        if HAS_TEACHER:
-            position = tl.load(positions + row)
-            teacher_row = teacher + position * teacher_size
-            log_teacher = tl.load(teacher_log_sums + position)
-            log_reached = tl.load(reached_log_sums + position)
+        position = tl.load(positions + row)
+        teacher_row = teacher + position * teacher_size
+        log_teacher = tl.load(teacher_log_sums + position)
+        log_reached = tl.load(reached_log_sums + position)
         known = tl.where(label >= 0, 1.0, 0.0)
-        l1 = tl.zeros((BLOCK,), tl.float32)  # of every lane, as in `_softmax_kernel`
+        l1 = tl.zeros((BLOCK,), tl.float32)  # of every lane by itself, as in `row_log_sum`
         acceptance = tl.zeros((BLOCK,), tl.float32)
         kl = tl.zeros((BLOCK,), tl.float32)
         signed = tl.zeros((BLOCK,), tl.float32)
@@ -325,29 +261,27 @@ if triton is not None:
             for start in range(0, draft_size, BLOCK):
                 columns = start + tl.arange(0, BLOCK)
                 inside = columns < draft_size
-                z, capped = _load_logits(
+                z, capped = load_logits(
                     draft_row, bias_row, draft_head_bias, columns, inside, scale, softcap, HAS_BIAS, HAS_HEAD_BIAS, HAS_SOFTCAP
                 )
                 p = tl.exp(z - log_draft)
-                if HAS_TEACHER:
-                    ids = columns
-                    if REDUCED:
-                        ids = tl.load(draft_ids + columns, mask=inside, other=0)
-                    t, _ = _load_logits(
-                        teacher_row, teacher_row, teacher_head_bias, ids, inside, scale, softcap, False, HAS_HEAD_BIAS, HAS_SOFTCAP
-                    )
-                    q = tl.exp(t - log_teacher)
-                    sign = tl.where(p > q, 1.0, tl.where(p < q, -1.0, 0.0))
-                    q_reached = tl.exp(t - log_reached)
-                    if number == 0:
-                        l1 += (p - q) * sign
-                        acceptance += tl.minimum(p, q)
-                        signed += p * sign
-                        kl += q_reached * (tl.where(inside, t - log_reached, 0.0) - tl.where(inside, z - log_draft, 0.0))
+                ids = columns
+                if REDUCED:
+                    ids = tl.load(draft_ids + columns, mask=inside, other=0)
+                t, _ = load_logits(
+                    teacher_row, teacher_row, teacher_head_bias, ids, inside, scale, softcap, False, HAS_HEAD_BIAS, HAS_SOFTCAP
+                )
+                q = tl.exp(t - log_teacher)
+                sign = tl.where(p > q, 1.0, tl.where(p < q, -1.0, 0.0))
+                q_reached = tl.exp(t - log_reached)
+                if number == 0:
+                    l1 += (p - q) * sign
+                    acceptance += tl.minimum(p, q)
+                    signed += p * sign
+                    kl += q_reached * (tl.where(inside, t - log_reached, 0.0) - tl.where(inside, z - log_draft, 0.0))
                 if WITH_GRADIENT and number == PASSES - 1:
                     gradient = ce_coefficient * known * (p - tl.where(columns == label, 1.0, 0.0))
-                    if HAS_TEACHER:
-                        gradient += kl_coefficient * (p - q_reached)
+                    gradient += kl_coefficient * (p - q_reached)
                     if HAS_L1:
                         gradient += l1_coefficient * p * (sign - sign_mean)
                     gradient = weight * gradient
@@ -359,13 +293,12 @@ if triton is not None:
                     tl.store(draft_row + columns, gradient.to(draft.dtype.element_ty), mask=inside)
             if HAS_L1 and number == 0:
                 sign_mean = tl.sum(signed, 0)
-        if HAS_TEACHER:
-            distance = tl.sum(l1, 0)
-            if REDUCED:  # the teacher's mass outside the draft vocabulary
-                distance += tl.maximum(1.0 - tl.exp(log_reached - log_teacher), 0.0)
-            tl.store(statistics + row, distance)
-            tl.store(statistics + count + row, tl.sum(kl, 0))
-            tl.store(statistics + 2 * count + row, tl.sum(acceptance, 0))
+        distance = tl.sum(l1, 0)
+        if REDUCED:  # the teacher's mass outside the draft vocabulary
+            distance += tl.maximum(1.0 - tl.exp(log_reached - log_teacher), 0.0)
+        tl.store(statistics + row, distance)
+        tl.store(statistics + count + row, tl.sum(kl, 0))
+        tl.store(statistics + 2 * count + row, tl.sum(acceptance, 0))
 
 
 def _kernel(task: _Task, inputs: list[Tensor], with_gradient: bool) -> _Result:
@@ -377,23 +310,31 @@ def _kernel(task: _Task, inputs: list[Tensor], with_gradient: bool) -> _Result:
     hidden, *bias = inputs
     # Where nothing comes between W h and M f, the bias is added to the logits; a capped or scaled head keeps the two apart.
     apart = bool(bias) and (head.softcap is not None or head.scale != 1.0)
-    draft_buffer = hidden.new_empty(max(len(chunk.rows) for chunk in task.chunks), len(draft_head.weight))
-    teachers = 0 if task.teacher_hidden is None else max(len(chunk.teacher_rows) for chunk in task.chunks)
+    draft_buffer = hidden.new_empty(max(chunk.count for chunk in task.chunks), len(draft_head.weight))
+    teachers = 0 if task.teacher_hidden is None else max(chunk.teacher_count for chunk in task.chunks)
     teacher_buffer = hidden.new_empty(teachers, len(head.weight))
     bias_buffer = torch.empty_like(draft_buffer) if apart else draft_buffer
+    labels = task.labels
+    if task.teacher_hidden is None and task.draft_rows is not None:
+        assert labels is not None
+        columns, known = label_columns(labels, len(head.weight), task.draft_rows)
+        labels = torch.where(known, columns, -1)
     for chunk in task.chunks:
-        count, teacher = len(chunk.rows), None
-        if task.teacher_hidden is not None:
-            teacher = torch.mm(chunk.take_teacher(task.teacher_hidden), head.weight.T, out=teacher_buffer[: len(chunk.teacher_rows)])
-        draft, bias_logits = draft_buffer[:count], bias_buffer[:count]
+        draft, bias_logits = draft_buffer[: chunk.count], bias_buffer[: chunk.count]
         torch.mm(chunk.take(hidden), draft_head.weight.T, out=draft)
         factors = chunk.take(bias[0]) if bias else None
         if factors is not None and apart:
             torch.mm(factors, bias[1].T, out=bias_logits)
         elif factors is not None:
             draft.addmm_(factors, bias[1].T)
+        added = bias_logits if apart else None
         with torch.cuda.device_of(hidden):
-            _launch(task, chunk, draft, bias_logits if apart else None, teacher, result, with_gradient)
+            if task.teacher_hidden is None:
+                assert labels is not None
+                _launch_alone(task, chunk, draft, added, labels, result, with_gradient)
+            else:
+                teacher = torch.mm(chunk.take_teacher(task.teacher_hidden), head.weight.T, out=teacher_buffer[: chunk.teacher_count])
+                _launch(task, chunk, draft, added, teacher, result, with_gradient)
         if with_gradient:
             _multiply(draft, draft_head.weight, result.gradients[0], chunk)
             if factors is not None:  # without a buffer of its own, M f has the gradient of W h
@@ -404,48 +345,23 @@ def _kernel(task: _Task, inputs: list[Tensor], with_gradient: bool) -> _Result:
 
 def _multiply(left: Tensor, right: Tensor, target: Tensor, chunk: Chunk) -> None:
     """left @ right into the chunk's rows of a target; without a copy where they are a range."""
-    if chunk.place is None:
-        target[chunk.rows] = torch.mm(left, right)
+    if isinstance(chunk.rows, slice):
+        torch.mm(left, right, out=target[chunk.rows])
     else:
-        torch.mm(left, right, out=target[chunk.place])
+        target[chunk.rows] = torch.mm(left, right)
 
 
 def _launch(
-    task: _Task, chunk: Chunk, draft: Tensor, bias_logits: Tensor | None, teacher: Tensor | None, result: _Result, with_gradient: bool
+    task: _Task, chunk: Chunk, draft: Tensor, bias_logits: Tensor | None, teacher: Tensor, result: _Result, with_gradient: bool
 ) -> None:
     """The kernels of one chunk: statistics into `result`, the gradients of the logits over the logits."""
     head, draft_head = task.head, task.draft_head
-    count, device = len(chunk.rows), draft.device
-    parts: dict[str, Any] = {"HAS_HEAD_BIAS": head.bias is not None, "HAS_SOFTCAP": head.softcap is not None}
-
-    def softmax(logits: Tensor, added: Tensor | None, part: FrozenHead, chosen: Tensor | None) -> tuple[Tensor, Tensor]:
-        log_sums = torch.empty(len(logits), dtype=torch.float32, device=device)
-        choices = torch.empty(len(logits), dtype=torch.int64, device=device)
-        size = logits.shape[1] if chosen is None else len(chosen)
-        _softmax_kernel[(len(logits),)](
-            logits,
-            logits if added is None else added,
-            part.bias,
-            chosen,
-            log_sums,
-            choices,
-            logits.shape[1],
-            size,
-            head.scale,
-            head.softcap or 1.0,
-            **parts,
-            HAS_BIAS=added is not None,
-            REDUCED=chosen is not None,
-            BLOCK=min(4096, triton.next_power_of_2(size)),
-            num_warps=8,
-        )
-        return log_sums, choices
-
-    teacher_log_sums = teacher_choices = reached = None
-    if teacher is not None:
-        teacher_log_sums, teacher_choices = softmax(teacher, None, head, None)
-        reached = teacher_log_sums if task.draft_rows is None else softmax(teacher, None, head, task.draft_rows)[0]
-    draft_log_sums, draft_choices = softmax(draft, bias_logits, draft_head, None)
+    count = chunk.count
+    teacher_log_sums, teacher_choices = log_sums(teacher, head, implementation="triton")
+    reached = teacher_log_sums
+    if task.draft_rows is not None:
+        reached = log_sums(teacher, head, chosen=task.draft_rows, implementation="triton")[0]
+    draft_log_sums, draft_choices = log_sums(draft, draft_head, bias_logits, implementation="triton")
     targets = task.targets(chunk, teacher_choices)
     columns, known = task.label_columns(chunk, targets)
     label_logits = draft_head.finish(draft.gather(1, columns[:, None])[:, 0], columns)
@@ -453,7 +369,7 @@ def _launch(
         label_logits = label_logits + bias_logits.gather(1, columns[:, None])[:, 0]
     log_probability = label_logits - draft_log_sums
     weights = task.weigh(chunk, log_probability, known)
-    statistics = torch.empty(len(result.statistics) - 1, count, dtype=torch.float32, device=device)
+    statistics = torch.empty(len(result.statistics) - 1, count, dtype=torch.float32, device=draft.device)
     _distillation_kernel[(count,)](
         draft,
         draft if bias_logits is None else bias_logits,
@@ -476,10 +392,9 @@ def _launch(
         task.cross_entropy,
         task.l1,
         task.kl,
-        **parts,
+        **head_flags(head),
         HAS_BIAS=bias_logits is not None,
         REDUCED=task.draft_rows is not None,
-        HAS_TEACHER=teacher is not None,
         HAS_L1=task.l1 != 0,
         WITH_GRADIENT=with_gradient,
         BLOCK=min(4096, triton.next_power_of_2(draft.shape[1])),
@@ -489,6 +404,32 @@ def _launch(
     cross_entropy = torch.where(known, -log_probability, 0.0)
     result.statistics[:, chunk.rows] = torch.where(used, torch.cat([cross_entropy[None], statistics]), 0.0)
     result.matches[chunk.rows] = task.matches(draft_choices, targets) & used
+
+
+def _launch_alone(
+    task: _Task, chunk: Chunk, draft: Tensor, bias_logits: Tensor | None, labels: Tensor, result: _Result, with_gradient: bool
+) -> None:
+    """The kernel of one chunk without a teacher, likewise; `labels` [M] are columns, anything else for none."""
+
+    def launch(gradient_scale: float | None) -> None:
+        cross_entropy_(
+            draft,
+            bias_logits,
+            task.draft_head,
+            chunk.rows,
+            labels,
+            task.weights,
+            result.statistics[0],
+            result.matches,
+            gradient_scale=gradient_scale,
+            implementation="triton",
+        )
+
+    if task.reweigh is not None:
+        launch(None)
+        columns = labels[chunk.rows]
+        task.weigh(chunk, -result.statistics[0, chunk.rows], (columns >= 0) & (columns < len(task.draft_head.weight)))
+    launch(task.cross_entropy if with_gradient else None)
 
 
 # -- the public function -----------------------------------------------------------------------------------------
@@ -588,7 +529,7 @@ def distillation_loss(
     dtype = head.dtype if use_kernel else accurate
     frozen = FrozenHead(head.detach(), head_bias, float(logit_scale), logit_softcap).to(dtype)
     draft_head = frozen.select(draft_rows)
-    used = weights != 0
+    weights = weights.detach().to(accurate)
     chunk_rows = chunk_rows or frozen.default_chunk_rows(len(draft_head.weight), 0 if teacher_hidden is None else len(head))
     task = _Task(
         frozen,
@@ -596,12 +537,12 @@ def distillation_loss(
         draft_rows,
         None if teacher_hidden is None else teacher_hidden.detach().to(dtype),
         None if labels is None else labels.contiguous(),
-        weights.detach().to(accurate).clone(),
+        weights.contiguous() if reweigh is None else weights.clone(),
         reweigh,
         float(cross_entropy),
         float(l1),
         float(kl),
-        row_chunks(used, teacher_rows, chunk_rows=chunk_rows, block_rows=block_rows),
+        row_chunks(weights != 0, teacher_rows, chunk_rows=chunk_rows, block_rows=block_rows),
     )
     inputs = [hidden.to(dtype)]
     if bias_factors is not None and bias_head is not None:
@@ -613,6 +554,7 @@ def distillation_loss(
     entropy = None
     if confidence_logits is not None:
         assert acceptance is not None
+        used = weights != 0
         logits = torch.where(used, confidence_logits.to(accurate), 0.0)
         entropy = torch.where(used, F.binary_cross_entropy_with_logits(logits, acceptance, reduction="none"), 0.0)
         loss = loss + confidence * (task.weights * entropy).sum()

@@ -72,7 +72,7 @@ class FrozenHead:
         if device == "cuda" and not teacher_columns:
             room = _ALONE_BYTES
         rows = room // ((draft_columns + teacher_columns) * self.weight.element_size())
-        tile = 128 if rows >= 512 else 16
+        tile = 128 if rows >= 512 else 8
         return rows // tile * tile if rows >= tile else max(rows, 1)
 
 

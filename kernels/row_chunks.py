@@ -21,27 +21,35 @@ class Chunk:
     """Rows that are computed together.
 
     Attributes:
-        rows: [n] int64, draft rows.
-        teacher_rows: [t] int64, rows of the teacher, t <= n.
+        count: n, draft rows.
+        rows: [n] int64, which they are; a slice where the host knows that they are a range.
+        teacher_rows: [t] int64 or a slice, rows of the teacher.
+        teacher_count: t <= n.
         positions: [n] int64, which of them each draft row is compared with.
         used: [n] bool, the draft rows that take part, where a chunk could not leave out the others; its teacher rows are
             then one a draft row. None where all do.
-        place: `rows` as a slice, where the host knows that they are a range.
     """
 
-    rows: Tensor
-    teacher_rows: Tensor
+    count: int
+    rows: Tensor | slice
+    teacher_rows: Tensor | slice
+    teacher_count: int
     positions: Tensor
     used: Tensor | None = None
-    place: slice | None = None
 
     def take(self, values: Tensor) -> Tensor:
         """Draft rows of [M, size]; zeros for those that take no part, since they may hold anything, and 0 * nan is nan."""
-        return self._used_only(values[self.rows if self.place is None else self.place])
+        return self._used_only(values[self.rows])
 
     def take_teacher(self, values: Tensor) -> Tensor:
         """Teacher rows of [T, size], likewise."""
         return self._used_only(values[self.teacher_rows])
+
+    def row_numbers(self) -> Tensor:
+        """`rows` [n] int64."""
+        if isinstance(self.rows, slice):
+            return torch.arange(self.rows.start, self.rows.stop, device=self.positions.device)
+        return self.rows
 
     def _used_only(self, values: Tensor) -> Tensor:
         return values if self.used is None else torch.where(self.used[:, None], values, 0.0)
@@ -64,10 +72,23 @@ def row_chunks(used: Tensor, teacher_rows: Tensor | None, *, chunk_rows: int, bl
 
 def _all_rows(used: Tensor, teacher_rows: Tensor | None, chunk_rows: int, block_rows: int) -> list[Chunk]:
     step = max(1, chunk_rows // block_rows) * block_rows
-    index = torch.arange(len(used), device=used.device)
-    teachers = index if teacher_rows is None else teacher_rows
-    parts = [slice(start, start + step) for start in range(0, len(used), step)]
-    return [Chunk(index[part], teachers[part], index[: len(index[part])], used[part], part) for part in parts]
+    parts = [slice(start, min(start + step, len(used))) for start in range(0, len(used), step)]
+    return _neighbours(parts, used.device, None, teacher_rows, used)
+
+
+def _neighbours(
+    parts: list[slice], device: torch.device, rows: Tensor | None, teacher_rows: Tensor | None, used: Tensor | None
+) -> list[Chunk]:
+    """Chunks of neighbours among some rows, all by default, each with a teacher row of its own, by default the same."""
+    index = torch.arange(max(part.stop - part.start for part in parts), device=device) if parts else None
+    chunks = []
+    for part in parts:
+        assert index is not None
+        own = part if rows is None else rows[part]
+        positions = index[: part.stop - part.start]
+        teachers = own if teacher_rows is None else teacher_rows[part]
+        chunks.append(Chunk(len(positions), own, teachers, len(positions), positions, None if used is None else used[part]))
+    return chunks
 
 
 def _used_rows(used: Tensor, teacher_rows: Tensor | None, chunk_rows: int, block_rows: int) -> list[Chunk]:
@@ -83,11 +104,10 @@ def _used_rows(used: Tensor, teacher_rows: Tensor | None, chunk_rows: int, block
         bounds.append(last)
     if total == 0:
         return []
-    rows = used.nonzero()[:, 0]
+    parts = [slice(start, stop) for start, stop in pairwise(bounds)]
     if teacher_rows is None:
-        index, every = torch.arange(total, device=device), total == len(used)
-        parts = [slice(start, stop) for start, stop in pairwise(bounds)]
-        return [Chunk(rows[part], rows[part], index[: len(rows[part])], place=part if every else None) for part in parts]
+        return _neighbours(parts, device, None if total == len(used) else used.nonzero()[:, 0], None, None)
+    rows = used.nonzero()[:, 0]
     if block_rows == 1:
         rows = rows[teacher_rows[rows].argsort(stable=True)]
     starts = torch.tensor(bounds[:-1], device=device)
@@ -99,5 +119,5 @@ def _used_rows(used: Tensor, teacher_rows: Tensor | None, chunk_rows: int, block
     chunks = []
     for number, (start, stop) in enumerate(pairwise(bounds)):
         first, last = firsts[number], firsts[number + 1]
-        chunks.append(Chunk(rows[start:stop], keys[first:last] % span, positions[start:stop] - first))
+        chunks.append(Chunk(stop - start, rows[start:stop], keys[first:last] % span, last - first, positions[start:stop] - first))
     return chunks

@@ -19,6 +19,7 @@ from triton.runtime import driver
 
 from speculators.kernels import block_attention, launch
 from speculators.kernels.attention_heads import CacheSlots, attention_heads
+from speculators.kernels.distillation_loss import distillation_loss
 from speculators.kernels.draft_attention import draft_attention
 from speculators.kernels.gated_halves import gated_halves
 from speculators.kernels.greedy_verification import greedy_verification
@@ -95,7 +96,7 @@ def others() -> None:
 
 
 def training() -> None:
-    """Training attention, forward and backward, with the tiles of a GPU as large as this one."""
+    """Training attention, forward and backward, with the tiles of a GPU as large as this one; the losses at 151,936 columns."""
     block_attention._tiles = lambda head_dim, device: block_attention.LARGE_TILES[head_dim]
     for size in block_attention.LARGE_TILES:
         query, block, context = (
@@ -106,6 +107,11 @@ def training() -> None:
         with torch.enable_grad():
             out = block_attention.attention(*leaves, VisibleKeys(*ranges, 0, None), **CHOICE)
             torch.autograd.grad(out, leaves, torch.zeros_like(out))
+    hidden, head = torch.zeros(2, 64, dtype=torch.bfloat16, requires_grad=True), torch.zeros(151936, 64, dtype=torch.bfloat16)
+    labels, ones = torch.zeros(2, dtype=torch.int64), torch.ones(2)
+    with torch.enable_grad():
+        distillation_loss(hidden, head, None, labels, ones, cross_entropy=1.0, l1=0.0, kl=0.0, **CHOICE)
+        distillation_loss(hidden, head, hidden, labels, ones, cross_entropy=0.1, l1=0.9, kl=0.0, **CHOICE)
 
 
 def main() -> None:

@@ -26,9 +26,9 @@ def compile_kernels(part: str) -> Any:
     return json.loads(finished.stdout)
 
 
-def test_training_attention_fits_in_shared_memory() -> None:
+def test_training_attention_and_losses_fit_in_shared_memory() -> None:
     compiled = compile_kernels("training")
-    assert {kernel["kernel"] for kernel in compiled} == {"_forward_kernel", "_query_gradient_kernel", "_key_gradient_kernel"}
+    assert {kernel["kernel"] for kernel in compiled} == TRAINING
     assert all(kernel["shared"] <= _SHARED_MEMORY for kernel in compiled)
 
 
@@ -43,6 +43,14 @@ def test_kernels_fit_in_shared_memory_and_touch_nothing_before_they_wait(part: s
         assert ("prefetch.global.L2" in before) == (kernel["kernel"] == "_skinny_linear_kernel")
 
 
+TRAINING = {
+    "_forward_kernel",
+    "_query_gradient_kernel",
+    "_key_gradient_kernel",
+    "_log_sums_kernel",
+    "_cross_entropy_kernel",
+    "_distillation_kernel",
+}
 WITH_PRODUCTS = {"_skinny_linear_kernel", "_chunk_kernel", "_sum_kernel", "_slot_kernel"}
 OTHERS = {
     "_rms_norm_kernel",

@@ -527,14 +527,15 @@ def test_what_depends_on_the_verifier_is_refused_without_a_teacher(change: dict[
 def test_rows_that_all_count_are_taken_without_a_copy() -> None:
     values, used = torch.randn(10, 3), torch.ones(10, dtype=torch.bool)
     chunks = row_chunks(used, None, chunk_rows=4)
-    assert [chunk.rows.tolist() for chunk in chunks] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert [chunk.row_numbers().tolist() for chunk in chunks] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     for chunk in chunks:
-        assert chunk.take(values).data_ptr() == values[int(chunk.rows[0])].data_ptr()
-        assert torch.equal(chunk.take(values), values[chunk.rows])
-        assert torch.equal(chunk.teacher_rows[chunk.positions], chunk.rows)
+        rows = chunk.row_numbers()
+        assert chunk.take(values).data_ptr() == chunk.take_teacher(values).data_ptr() == values[int(rows[0])].data_ptr()
+        assert torch.equal(chunk.take(values), values[rows])
+        assert torch.equal(chunk.take_teacher(values)[chunk.positions], values[rows])
     used[2] = False
     chunks = row_chunks(used, None, chunk_rows=4)
-    assert [chunk.rows.tolist() for chunk in chunks] == [[0, 1, 3, 4], [5, 6, 7, 8], [9]]
+    assert [chunk.row_numbers().tolist() for chunk in chunks] == [[0, 1, 3, 4], [5, 6, 7, 8], [9]]
     assert all(torch.equal(chunk.take(values), values[chunk.rows]) for chunk in chunks)
 
 

@@ -1,0 +1,177 @@
+"""Log-sum-exp and likeliest column of every row of a head's logits, and how other kernels read such logits.
+
+The logits of a product W h are softcap(scale * W h + b) + m, with a Markov bias m where one is kept apart
+(`FrozenHead`). Rows are read once, in the head's dtype; everything else is float32.
+"""
+
+# Triton's kernels are typed by what they are launched with.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from speculators.kernels.frozen_head import FrozenHead
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # no build for this platform: the reference serves it
+    triton = None
+
+__all__ = ["log_sums"]
+
+WARPS = 16
+AHEAD = 3  # steps whose loads are under way at once
+_COLUMNS = 8  # neighbouring columns of a thread: 16 bytes of 16-bit logits
+
+
+def _reference(product: Tensor, head: FrozenHead, bias: Tensor | None, chosen: Tensor | None) -> tuple[Tensor, Tensor]:
+    logits = head.finish(product)
+    if bias is not None:
+        logits = logits + bias
+    if chosen is not None:
+        logits = logits[:, chosen]
+    return logits.logsumexp(dim=1), logits.argmax(dim=1)
+
+
+if triton is not None:
+
+    @triton.jit
+    def _capped(x, softcap):
+        """softcap * tanh(x / softcap), from exp alone; saturates cleanly where exp overflows."""
+        return softcap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * x / softcap)))
+
+    @triton.jit
+    def load_logits(
+        row, bias_row, head_bias, columns, inside, scale, softcap,
+        HAS_BIAS: tl.constexpr, HAS_HEAD_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    ):  # fmt: skip
+        """Logits at some columns, -inf outside, and their part under the cap."""
+        capped = tl.load(row + columns, mask=inside, other=0.0).to(tl.float32) * scale
+        if HAS_HEAD_BIAS:
+            capped += tl.load(head_bias + columns, mask=inside, other=0.0).to(tl.float32)
+        if HAS_SOFTCAP:
+            capped = _capped(capped, softcap)
+        logits = capped
+        if HAS_BIAS:
+            logits += tl.load(bias_row + columns, mask=inside, other=0.0).to(tl.float32)
+        return tl.where(inside, logits, float("-inf")), capped
+
+    @triton.jit
+    def row_log_sum(
+        row, bias_row, head_bias, chosen, size, scale, softcap,
+        HAS_BIAS: tl.constexpr, HAS_HEAD_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, REDUCED: tl.constexpr,
+        LANES: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr,
+    ):  # fmt: skip
+        """Log-sum-exp of a row's logits and where the largest stands, the first of equal ones; of the `chosen` columns if REDUCED.
+
+        A lane keeps its own largest logit and sum, put together at the end: a sum over the program in every step would make it
+        wait. It takes COLUMNS neighbours at a time, so that one exponential rescales for all of them.
+        """
+        largest = tl.full((LANES,), -1.0e30, tl.float32)  # finite, so that exp(-inf - largest) is 0 and never NaN
+        total = tl.zeros((LANES,), tl.float32)
+        choice = tl.zeros((LANES,), tl.int32)
+        for start in tl.range(0, size, LANES * COLUMNS, num_stages=AHEAD):
+            index = start + tl.arange(0, LANES)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+            inside = index < size
+            columns = index
+            if REDUCED:
+                columns = tl.load(chosen + index, mask=inside, other=0)
+            z, _ = load_logits(row, bias_row, head_bias, columns, inside, scale, softcap, HAS_BIAS, HAS_HEAD_BIAS, HAS_SOFTCAP)
+            peak = tl.max(z, 1)
+            choice = tl.where(peak > largest, tl.min(tl.where(z == peak[:, None], index, size), 1), choice)
+            peak = tl.maximum(peak, largest)
+            total = total * tl.exp(largest - peak) + tl.sum(tl.exp(z - peak[:, None]), 1)
+            largest = peak
+        top = tl.max(largest, 0)
+        return top + tl.log(tl.sum(total * tl.exp(largest - top), 0)), tl.min(tl.where(largest == top, choice, size - 1), 0)
+
+    @triton.jit
+    def _log_sums_kernel(
+        logits,  # [n, stride] W h
+        bias,  # [n, stride] m
+        head_bias,  # [stride]
+        chosen,  # [size]
+        log_sums,  # [n] float32
+        choices,  # [n] int64
+        stride,
+        size,
+        scale,
+        softcap,
+        HAS_BIAS: tl.constexpr,
+        HAS_HEAD_BIAS: tl.constexpr,
+        HAS_SOFTCAP: tl.constexpr,
+        REDUCED: tl.constexpr,
+        LANES: tl.constexpr,
+        COLUMNS: tl.constexpr,
+        AHEAD: tl.constexpr,
+    ):
+        """One program a row."""
+        row = tl.program_id(0).to(tl.int64)
+        log_sum, choice = row_log_sum(
+            logits + row * stride, bias + row * stride, head_bias, chosen, size, scale, softcap,
+            HAS_BIAS, HAS_HEAD_BIAS, HAS_SOFTCAP, REDUCED, LANES, COLUMNS, AHEAD,
+        )  # fmt: skip
+        tl.store(log_sums + row, log_sum)
+        tl.store(choices + row, choice)
+
+
+def row_tiles(size: int) -> dict[str, int]:
+    """LANES, COLUMNS and num_warps of a kernel that goes through rows of some length by `row_log_sum`."""
+    return {
+        "LANES": min(32 * WARPS, max(1, triton.next_power_of_2(size) // _COLUMNS)),
+        "COLUMNS": _COLUMNS,
+        "AHEAD": AHEAD,
+        "num_warps": WARPS,
+    }
+
+
+def head_flags(head: FrozenHead) -> dict[str, Any]:
+    """What `load_logits` compiles a head's logits from."""
+    return {"HAS_HEAD_BIAS": head.bias is not None, "HAS_SOFTCAP": head.softcap is not None}
+
+
+def log_sums(
+    product: Tensor,
+    head: FrozenHead,
+    bias: Tensor | None = None,
+    chosen: Tensor | None = None,
+    *,
+    implementation: Literal["auto", "reference", "triton"] = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Log-sum-exp and argmax of every row of a head's logits.
+
+    Args:
+        product: [n, V] W h.
+        head: gives scale, bias and cap.
+        bias: [n, V] added after the cap, or None.
+        chosen: [size] int64, the columns that take part; None for all.
+        implementation: "auto" takes the kernel on CUDA.
+
+    Returns:
+        [n] float32 (the reference keeps float64), and [n] int64 places among the columns that take part, the first of equal ones.
+    """
+    if implementation == "reference" or (implementation == "auto" and (triton is None or not product.is_cuda)):
+        return _reference(product, head, bias, chosen)
+    sums = torch.empty(len(product), dtype=torch.float32, device=product.device)
+    choices = torch.empty(len(product), dtype=torch.int64, device=product.device)
+    size = product.shape[1] if chosen is None else len(chosen)
+    _log_sums_kernel[(len(product),)](
+        product,
+        product if bias is None else bias,
+        head.bias,
+        chosen,
+        sums,
+        choices,
+        product.shape[1],
+        size,
+        head.scale,
+        head.softcap or 1.0,
+        HAS_BIAS=bias is not None,
+        REDUCED=chosen is not None,
+        **head_flags(head),
+        **row_tiles(size),
+    )
+    return sums, choices
