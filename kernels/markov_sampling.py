@@ -5,10 +5,11 @@ section 3.2; see `speculators.algorithms.heads`):
 
     z_k(v) = U_k(v) + W2[v] . f_k,    x_k ~ softmax(z_k / T)
 
-drawn as argmax_v z_k(v) / T + g_k(v) with Gumbel noise g; greedy without noise and at T = 1. A step reads W2 and U_k once. It
-writes a few numbers a program and never [R, V]: z_k, its softmax and the noise live in registers. A step is one launch: each
-program goes over some tiles of the vocabulary, and the one that ends last picks among them all. Where f_k is a row of a table, W1 of
-the vanilla head, programs look it up themselves.
+drawn as argmax_v z_k(v) / T + g_k(v) with Gumbel noise g; greedy without noise and at T = 1. What is divided by T is a distance to
+the largest z_k: at a low temperature the rounding error of z_k / T would show beside the noise. A step reads W2 and U_k once. It writes
+a few numbers a program and never [R, V]: z_k, its softmax and the noise live in registers. A step is one launch: each program goes over
+some tiles of the vocabulary, and the one that ends last picks among them all. Where f_k is a row of a table, W1 of the vanilla head,
+programs look it up themselves.
 
 Shortlisted, only the S likeliest tokens of U_k take part, and x_k is drawn from the softmax over these alone. That is another
 distribution, a little worse a proposal, and its own probabilities are what verification must use: then it is as lossless.
@@ -117,13 +118,15 @@ class MarkovDrafts:
 
     Attributes:
         token_ids: [R, K] int64, columns of the logits.
-        log_normaliser: [R, K] float32, log sum_v exp(z_k(v) / T), over the shortlist where there is one.
+        largest: [R, K] float32, max_v z_k(v), over the shortlist where there is one.
+        log_normaliser: [R, K] float32, log sum_v exp((z_k(v) - largest) / T), likewise.
         log_probability: [R, K] float32, log q_k(x_k).
         shortlist: [R, K, S] int64, the columns that took part; None for all.
         slot_factors: makes `factors`.
     """
 
     token_ids: Tensor
+    largest: Tensor
     log_normaliser: Tensor
     log_probability: Tensor
     shortlist: Tensor | None
@@ -131,7 +134,7 @@ class MarkovDrafts:
 
     @cached_property
     def factors(self) -> Tensor:
-        """[R, K, rank], f_k. q_k(v) = exp(z_k(v) / T - log_normaliser) follows from them row by row."""
+        """[R, K, rank], f_k. q_k(v) = exp((z_k(v) - largest) / T - log_normaliser) follows from them row by row."""
         return self.slot_factors()
 
 
@@ -150,7 +153,8 @@ def _reference(chain: MarkovChain, draw: Randomness | None, shortlist: Tensor | 
         else:
             column = shortlist[:, k]
             scores = logits[:, k].gather(1, column).float() + (bias_head[column].float() @ factor.float()[..., None])[..., 0]
-        scores = scores if draw is None else scores / temperature
+        largest = scores.amax(1, keepdim=True)
+        scores = (scores - largest) / temperature
         noisy = scores
         if draw is not None:
             slot = torch.full_like(draw.rows, k)[:, None]
@@ -158,10 +162,10 @@ def _reference(chain: MarkovChain, draw: Randomness | None, shortlist: Tensor | 
         choice = noisy.argmax(1, keepdim=True)
         normaliser = scores.logsumexp(1)
         chosen = choice[:, 0] if shortlist is None else column.gather(1, choice)[:, 0]
-        steps.append((chosen, factor, normaliser, scores.gather(1, choice)[:, 0] - normaliser))
+        steps.append((chosen, factor, largest[:, 0], normaliser, scores.gather(1, choice)[:, 0] - normaliser))
         previous = chosen if chain.ids is None else chain.ids[chosen]
-    token_ids, kept, normalisers, log_probabilities = (torch.stack(parts, dim=1) for parts in zip(*steps, strict=True))
-    return MarkovDrafts(token_ids, normalisers, log_probabilities, shortlist, lambda: kept)
+    token_ids, kept, tops, normalisers, log_probabilities = (torch.stack(parts, dim=1) for parts in zip(*steps, strict=True))
+    return MarkovDrafts(token_ids, tops, normalisers, log_probabilities, shortlist, lambda: kept)
 
 
 # -- the kernels -------------------------------------------------------------------------------------------------
@@ -178,13 +182,14 @@ if triton is not None:
         previous,  # [R], verifier ids: the tokens before this slot,
         following,  # [R] and before the next one
         token_ids,  # [R, K]
+        largest,  # [R, K]
         log_normaliser,  # [R, K]
         log_probability,  # [R, K]
-        scores,  # [R, PROGRAMS_BLOCK] float32: each program's best, with noise,
-        choice,  # [R, PROGRAMS_BLOCK] int32: its column (of the shortlist),
-        chosen,  # [R, PROGRAMS_BLOCK] float32: its z / T without noise,
-        largest,  # [R, PROGRAMS_BLOCK] float32: the program's largest z / T
-        sums,  # [R, PROGRAMS_BLOCK] float32: and its sum of exponentials around that
+        tops,  # [R, PROGRAMS_BLOCK] float32: each program's largest z,
+        sums,  # [R, PROGRAMS_BLOCK] float32: the sum of its exp((z - top) / T),
+        scores,  # [R, PROGRAMS_BLOCK] float32: its best (z - top) / T with noise,
+        chosen,  # [R, PROGRAMS_BLOCK] float32: that without noise,
+        choice,  # [R, PROGRAMS_BLOCK] int32: and its column (of the shortlist)
         arrived,  # [K, row blocks] int32: programs that have written theirs
         row_numbers,  # [R]
         round_index,
@@ -246,25 +251,28 @@ if triton is not None:
             usable = here[:, None] & inside[None, :]
             place = logits + row.to(tl.int64)[:, None] * row_stride + slot * slot_stride + at[None, :]
             z = tl.load(place, mask=usable, other=float("-inf")).to(tl.float32)
-            z = tl.where(usable, (z + bias) * inverse_temperature, float("-inf"))
+            z = tl.where(usable, z + bias, float("-inf"))
+            tile_top = tl.max(z, 1)
+            higher = tl.maximum(top, tile_top)
+            fall = (top - higher) * inverse_temperature  # of what was measured from the top so far
+            z = (z - higher[:, None]) * inverse_temperature
             noisy = z + as_gumbel(absorb(counter, at[None, :])) if SAMPLED else z
-            tile_best = tl.max(noisy, 1)
+            tile_best = tl.max(noisy, 1) if SAMPLED else (tile_top - higher) * inverse_temperature
             tile_pick = tl.min(tl.where(noisy == tile_best[:, None], column[None, :], columns - 1), 1)
-            better = tile_best > best  # of equal ones the first
+            better = tile_best > best + fall  # of equal ones the first
             z_pick = tl.max(tl.where(column[None, :] == tile_pick[:, None], z, float("-inf")), 1) if SAMPLED else tile_best
-            z_best = tl.where(better, z_pick, z_best)
+            z_best = tl.where(better, z_pick, z_best + fall)
             pick = tl.where(better, tile_pick, pick)
-            best = tl.where(better, tile_best, best)
-            higher = tl.maximum(top, tl.max(z, 1) if SAMPLED else tile_best)
-            total = total * tl.exp(top - higher) + tl.sum(tl.exp(z - higher[:, None]), 1)
+            best = tl.where(better, tile_best, best + fall)
+            total = total * tl.exp(fall) + tl.sum(tl.exp(z), 1)
             top = higher
         let_next_start(PDL)
         out = row * PROGRAMS_BLOCK + program
-        tl.store(scores + out, best, mask=here)
-        tl.store(choice + out, pick, mask=here)
-        tl.store(chosen + out, z_best, mask=here)
-        tl.store(largest + out, top, mask=here)
+        tl.store(tops + out, top, mask=here)
         tl.store(sums + out, total, mask=here)
+        tl.store(scores + out, best, mask=here)
+        tl.store(chosen + out, z_best, mask=here)
+        tl.store(choice + out, pick, mask=here)
         tl.debug_barrier()  # what all threads of the program wrote comes before its arrival
         ticket = tl.atomic_add(arrived + slot * tl.num_programs(1) + tl.program_id(1), 1, sem="acq_rel")
         if ticket == PROGRAMS - 1:
@@ -274,21 +282,23 @@ if triton is not None:
                 p = tl.arange(0, PROGRAMS_BLOCK)[None, :]
                 there = present[:, None] & (p < PROGRAMS)
                 found = some[:, None] * PROGRAMS_BLOCK + p
-                score = tl.load(scores + found, mask=there, other=float("-inf"), cache_modifier=".cg")
-                tops = tl.load(largest + found, mask=there, other=-1.0e30, cache_modifier=".cg")
-                share = tl.load(sums + found, mask=there, other=0.0, cache_modifier=".cg")
+                found_top = tl.load(tops + found, mask=there, other=-1.0e30, cache_modifier=".cg")
+                highest = tl.max(found_top, 1)
+                below = (found_top - highest[:, None]) * inverse_temperature
+                share = tl.load(sums + found, mask=there, other=0.0, cache_modifier=".cg") * tl.exp(below)
+                score = tl.load(scores + found, mask=there, other=float("-inf"), cache_modifier=".cg") + below
                 winner = tl.min(tl.where(score == tl.max(score, 1)[:, None], p, PROGRAMS - 1), 1)
-                highest = tl.max(tops, 1)
-                share *= tl.exp(tops - highest[:, None])
-                normaliser = highest + tl.log(tl.where(present, tl.sum(share, 1), 1.0))
+                normaliser = tl.log(tl.where(present, tl.sum(share, 1), 1.0))
                 won = some * PROGRAMS_BLOCK + winner
                 token = tl.load(choice + won, mask=present, other=0, cache_modifier=".cg").to(tl.int64)
                 if SHORTLIST:
                     token = tl.load(columns_of + (this_row * slots + slot) * columns + token, mask=present, other=0)
                 target = some.to(tl.int64) * slots + slot
                 tl.store(token_ids + target, token, mask=present)
+                tl.store(largest + target, highest, mask=present)
                 tl.store(log_normaliser + target, normaliser, mask=present)
                 z = tl.load(chosen + won, mask=present, other=0.0, cache_modifier=".cg")
+                z += (tl.load(tops + won, mask=present, other=0.0, cache_modifier=".cg") - highest) * inverse_temperature
                 tl.store(log_probability + target, z - normaliser, mask=present)
                 if REDUCED:
                     token = tl.load(ids + token, mask=present, other=0)
@@ -312,13 +322,14 @@ def _kernel(chain: MarkovChain, draw: Randomness | None, shortlist: Tensor | Non
     row_blocks = triton.cdiv(rows, row_block)
     programs_block = triton.next_power_of_2(programs)
     choice = torch.empty(rows, programs_block, dtype=torch.int32, device=device)
-    scores, chosen, largest, sums = torch.empty(4, rows, programs_block, dtype=torch.float32, device=device)
+    tops, sums, scores, chosen = torch.empty(4, rows, programs_block, dtype=torch.float32, device=device)
     arrived = torch.zeros(slots, row_blocks, dtype=torch.int32, device=device)
     token_ids = torch.empty(rows, slots, dtype=torch.int64, device=device)
-    log_normaliser, log_probability = torch.empty(2, rows, slots, dtype=torch.float32, device=device)
-    row_numbers, round_index, seed = anchor, anchor, 0
+    largest, log_normaliser, log_probability = torch.empty(3, rows, slots, dtype=torch.float32, device=device)
+    row_numbers, round_index, seed, inverse_temperature = anchor, anchor, 0, 1.0
     if draw is not None:
         row_numbers, round_index, seed = draw.rows.contiguous(), draw.round_index, seed_argument(draw.seed)
+        inverse_temperature = max(1.0 / draw.temperature, torch.finfo(torch.float32).tiny)  # not 0, since -inf times 0 is NaN
     table = chain.factors.table if isinstance(chain.factors, TableFactors) else None
     before, kept = [anchor], []
     with torch.cuda.device_of(logits):
@@ -327,9 +338,9 @@ def _kernel(chain: MarkovChain, draw: Randomness | None, shortlist: Tensor | Non
             kept.append(factors)
             before.append(torch.empty_like(anchor))
             _slot_kernel[(programs, row_blocks)](
-                logits, bias_head, factors, shortlist, ids, before[-2], before[-1], token_ids, log_normaliser, log_probability,
-                scores, choice, chosen, largest, sums, arrived, row_numbers, round_index, seed, int(Purpose.DRAFT),
-                rows, k, slots, columns, logits.stride(0), logits.stride(1), rank, 1.0 if draw is None else 1.0 / draw.temperature,
+                logits, bias_head, factors, shortlist, ids, before[-2], before[-1], token_ids, largest, log_normaliser,
+                log_probability, tops, sums, scores, chosen, choice, arrived, row_numbers, round_index, seed, int(Purpose.DRAFT),
+                rows, k, slots, columns, logits.stride(0), logits.stride(1), rank, inverse_temperature,
                 SAMPLED=draw is not None, SHORTLIST=shortlist is not None, SINGLE=single, REDUCED=ids is not None, TABLE=table is not None,
                 PROGRAMS=programs, PROGRAMS_BLOCK=programs_block, TILES=tiles, ROWS=row_block,
                 PART=min(_PART, row_block), COLUMNS=block, RANK=rank_block, num_warps=_WARPS[row_block], **dependent_launch(logits),
@@ -338,7 +349,7 @@ def _kernel(chain: MarkovChain, draw: Randomness | None, shortlist: Tensor | Non
     def slot_factors() -> Tensor:
         return torch.stack(kept if table is None else [chain.factors(k, token) for k, token in enumerate(before[:-1])], dim=1)
 
-    return MarkovDrafts(token_ids, log_normaliser, log_probability, shortlist, slot_factors)
+    return MarkovDrafts(token_ids, largest, log_normaliser, log_probability, shortlist, slot_factors)
 
 
 # -- the public function -----------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from speculators.decoding.randomness import Purpose, uniform
 from speculators.decoding.rejection import Acceptance, accept_block, accept_sampled
+from speculators.decoding.sampling import tempered
 from speculators.kernels.counter_random import absorb, as_uniform, seed_argument
 from speculators.kernels.launch import dependent_launch
 from speculators.kernels.likeliest_tokens import Implementation, tiles_of, use_kernel, with_unit_stride
@@ -58,7 +59,7 @@ class Distributions:
 
     def probabilities(self) -> Tensor:
         """[R, n, V] float32."""
-        return self.values if self.temperature is None else (self.values.float() / self.temperature).softmax(-1)
+        return self.values if self.temperature is None else tempered(self.values.float(), self.temperature).softmax(-1)
 
 
 # -- the definition ----------------------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ from speculators.kernels import block_attention as module
 from speculators.kernels.block_attention import Tiles, attention, block_attention, block_attention_table
 from speculators.kernels.visible_keys import VisibleKeys, visible_blocks, visible_documents
 
+pytestmark = pytest.mark.usefixtures("garbage_in_new_memory")  # no result may depend on what memory held
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -17,6 +17,8 @@ from speculators.kernels.distillation_loss import DistillationOutput, distillati
 from speculators.kernels.frozen_head import FrozenHead
 from speculators.kernels.row_chunks import row_chunks
 
+pytestmark = pytest.mark.usefixtures("garbage_in_new_memory")  # no result may depend on what memory held
+
 # Without a GPU the kernel runs in Triton's interpreter, on CPU tensors.
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IMPLEMENTATIONS = ["reference", "triton"]

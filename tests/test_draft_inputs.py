@@ -10,6 +10,8 @@ from torch import Tensor
 
 from speculators.kernels.draft_inputs import DraftInputs, draft_inputs
 
+pytestmark = pytest.mark.usefixtures("garbage_in_new_memory")  # no result may depend on what memory held
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 IMPLEMENTATIONS = ["reference", "triton"]  # without a GPU the kernel runs in Triton's interpreter
 MASK = 99

@@ -8,6 +8,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_
 
 from speculators.kernels.head_rotation import rotate_heads
 
+pytestmark = pytest.mark.usefixtures("garbage_in_new_memory")  # no result may depend on what memory held
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

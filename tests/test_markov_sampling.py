@@ -12,8 +12,12 @@ from goodness_of_fit import chi_square_p_value
 from torch import Tensor
 
 from speculators.algorithms.heads import MarkovHead
+from speculators.decoding.randomness import Purpose, gumbel
+from speculators.kernels import markov_sampling as operation
 from speculators.kernels.counter_random import as_gumbel
-from speculators.kernels.markov_sampling import MarkovChain, MarkovDrafts, Randomness, markov_sampling
+from speculators.kernels.markov_sampling import MarkovChain, MarkovDrafts, Randomness, TableFactors, markov_sampling
+
+pytestmark = pytest.mark.usefixtures("garbage_in_new_memory")  # no result may depend on what memory held
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 IMPLEMENTATIONS = ["reference", "triton"]
@@ -46,7 +50,8 @@ def test_c8_the_printed_greedy_chain(implementation: str) -> None:
     drafts = through(head, logits, logits, torch.tensor([1], device=DEVICE), implementation=implementation)
     assert drafts.token_ids.tolist() == [[1, 1, 1]]  # independent argmaxes would be 0, 1, 0
     corrected = torch.tensor([[-0.8, 1.1, 0.5], [-1, 1.3, 0.6], [-0.5, 1.4, 0.95]], device=DEVICE)
-    torch.testing.assert_close(drafts.log_normaliser[0], corrected.logsumexp(-1))
+    torch.testing.assert_close(drafts.largest[0], corrected.amax(-1))
+    torch.testing.assert_close(drafts.largest[0] + drafts.log_normaliser[0], corrected.logsumexp(-1))
     torch.testing.assert_close(drafts.log_probability[0], corrected.log_softmax(-1)[:, 1])
 
 
@@ -54,10 +59,13 @@ def test_c8_the_printed_greedy_chain(implementation: str) -> None:
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(
     ("kind", "rows", "vocabulary", "rank"),
-    [("vanilla", 1, 300, 3), ("gated", 3, 129, 16), ("rnn", 17, 40, 5)],
+    [("vanilla", 1, 600, 3), ("gated", 3, 129, 16), ("rnn", 17, 40, 5)],
     ids=["vanilla", "gated", "rnn"],
 )
-def test_the_kernels_draw_as_the_definition(kind: str, rows: int, vocabulary: int, rank: int, sampled: bool, top_k: int) -> None:
+def test_the_kernels_draw_as_the_definition(
+    kind: str, rows: int, vocabulary: int, rank: int, sampled: bool, top_k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operation, "_PROGRAMS", 3)  # so that the largest vocabulary takes three programs of two tiles
     head = random_head(kind, vocabulary + 7, rank, vocabulary)  # a reduced draft vocabulary: ids 3 .. V + 2
     generator = torch.Generator().manual_seed(1)
     logits, hidden = (torch.randn(rows, 3, size, generator=generator).to(DEVICE) for size in (vocabulary, 6))
@@ -69,16 +77,54 @@ def test_the_kernels_draw_as_the_definition(kind: str, rows: int, vocabulary: in
         for implementation in IMPLEMENTATIONS
     )
     assert torch.equal(actual.token_ids, expected.token_ids)
-    for name in ("factors", "log_normaliser", "log_probability"):
+    for name in ("factors", "largest", "log_normaliser", "log_probability"):
         torch.testing.assert_close(getattr(actual, name), getattr(expected, name), rtol=1e-4, atol=1e-4)
     if top_k:
         likeliest = logits.topk(top_k).indices
         assert (likeliest == actual.token_ids[..., None]).any(-1).all()
 
 
-@pytest.mark.parametrize("top_k", [0, 3])
-def test_tokens_follow_the_distribution_that_verification_is_told(top_k: int) -> None:
-    trials, vocabulary = 100_000, 6
+@pytest.mark.parametrize("top_k", [0, 40])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_at_a_low_temperature_logits_of_ten_thousand_are_drawn_from_as_in_float64(
+    implementation: str, top_k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operation, "_PROGRAMS", 3)
+    temperature, rows, slots, vocabulary, rank = 0.01, 30, 3, 600, 2
+    generator = torch.Generator().manual_seed(0)
+
+    def integers(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=generator).to(DEVICE, torch.float32)
+
+    # All of z are multiples of 2^-10 below 2^14, which float32 holds; those of the other columns are far below.
+    logits = torch.where(integers(0, 6, rows, slots, vocabulary) == 0, 9990.0, -9990.0) + integers(-30, 30, rows, slots, vocabulary) / 1024
+    table, bias_head = integers(-2, 3, vocabulary, rank), integers(-8, 9, vocabulary, rank) / 1024
+    anchor, numbers, round_index = integers(0, vocabulary, rows).long(), torch.arange(rows, device=DEVICE), torch.tensor(2, device=DEVICE)
+    drafts = markov_sampling(
+        MarkovChain(logits, bias_head, anchor, TableFactors(table)),
+        draw=Randomness(temperature, 11, numbers, round_index),
+        top_k=top_k,
+        implementation=implementation,  # type: ignore[arg-type]
+    )
+    before = torch.cat([anchor[:, None], drafts.token_ids[:, :-1]], dim=1)
+    z = logits.double() + table.double()[before] @ bias_head.double().T
+    if drafts.shortlist is not None:
+        z = torch.full_like(z, float("-inf")).scatter(-1, drafts.shortlist, z.gather(-1, drafts.shortlist))
+    at = torch.arange(slots, device=DEVICE)[:, None], torch.arange(vocabulary, device=DEVICE)
+    noise = gumbel(11, Purpose.DRAFT, numbers[:, None, None], round_index, *at)
+    assert torch.equal(drafts.token_ids, (z / temperature + noise).argmax(-1))
+    expected = (z / temperature).log_softmax(-1)
+    rebuilt = ((z - drafts.largest[..., None]) / temperature - drafts.log_normaliser[..., None]).exp()
+    torch.testing.assert_close(rebuilt, expected.exp(), rtol=1e-5, atol=0)
+    of_drafts = expected.gather(-1, drafts.token_ids[..., None])[..., 0]
+    torch.testing.assert_close(drafts.log_probability.double(), of_drafts, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "trials", "top_k"), [("reference", 100_000, 0), ("reference", 100_000, 3), ("triton", 2_000, 0)]
+)
+def test_tokens_follow_the_distribution_that_verification_is_told(implementation: str, trials: int, top_k: int) -> None:
+    vocabulary = 6
     head = random_head("vanilla", vocabulary, 2)
     logits = torch.randn(2, vocabulary, generator=torch.Generator().manual_seed(3)).to(DEVICE)
     rows = torch.arange(trials, device=DEVICE)
@@ -89,7 +135,7 @@ def test_tokens_follow_the_distribution_that_verification_is_told(top_k: int) ->
         rows * 0 + 4,
         draw=Randomness(1.3, 0, rows, torch.tensor(1, device=DEVICE)),
         top_k=top_k,
-        implementation="reference",
+        implementation=implementation,
     )
     for k in range(2):  # slot 1 among the rows in which slot 0 drew token 2, or its likeliest where that is cut
         first = int(logits[0].argmax())

@@ -10,6 +10,8 @@ from torch.nn import functional as F
 from speculators.kernels import projection as module
 from speculators.kernels.projection import feed_forward, gated_projection, linear
 
+pytestmark = pytest.mark.usefixtures("garbage_in_new_memory")  # no result may depend on what memory held
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

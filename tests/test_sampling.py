@@ -101,6 +101,12 @@ def test_values_out_of_range_are_named_with_their_limit(options: dict[str, float
         SamplingParams(**options)  # type: ignore[arg-type]
 
 
+def test_at_a_low_temperature_probabilities_of_large_logits_are_those_of_float64() -> None:
+    logits = 9990 + 0.02 * logits_of()
+    expected = (logits.double() / 0.01).softmax(-1)
+    torch.testing.assert_close(probabilities(logits, SamplingParams(temperature=0.01)).double(), expected, rtol=1e-5, atol=0)
+
+
 def test_the_coldest_temperature_takes_the_most_likely_token() -> None:
     assert torch.equal(probabilities(torch.tensor([3e4, 3.001e4, -7.0]), SamplingParams(temperature=1e-30)), torch.tensor([0.0, 1.0, 0.0]))
 
