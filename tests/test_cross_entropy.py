@@ -14,6 +14,8 @@ from speculators.kernels.log_sums import log_sums
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IMPLEMENTATIONS = ["reference", "triton"]
+
+pytestmark = pytest.mark.usefixtures("garbage_in_new_memory")
 HEADS = {
     "plain": {},
     "scaled, capped, with a bias": {"scale": 0.5, "softcap": 3.0, "bias": True},
