@@ -29,6 +29,7 @@ from torch.nn import functional as F
 
 from speculators.kernels.dot import dot
 from speculators.kernels.draft_attention import draft_attention
+from speculators.kernels.launch import shared_memory
 from speculators.kernels.visible_keys import VisibleKeys, in_range, visible_blocks
 
 try:
@@ -308,9 +309,7 @@ _BLOCK_MEMORY, _LARGE_BLOCK_MEMORY = 163_840, 232_448  # bytes that TILES and LA
 
 
 def _tiles(head_dim: int, device: torch.device) -> tuple[Tiles, Tiles, Tiles]:
-    memory = _BLOCK_MEMORY
-    if device.type == "cuda":
-        memory = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", memory)
+    memory = shared_memory(device)
     table = SMALL_TILES if memory < _BLOCK_MEMORY else TILES if memory < _LARGE_BLOCK_MEMORY else LARGE_TILES
     return table[next(size for size in table if head_dim <= size)]
 

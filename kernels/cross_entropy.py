@@ -71,7 +71,6 @@ if triton is not None:
         WITH_GRADIENT: tl.constexpr,
         LANES: tl.constexpr,
         COLUMNS: tl.constexpr,
-        AHEAD: tl.constexpr,
     ):
         """One program a row: its sum, then its gradient from the far end, whose logits the cache still holds."""
         program = tl.program_id(0).to(tl.int64)
@@ -88,7 +87,7 @@ if triton is not None:
             row, bias_row, head_bias, tl.maximum(label, 0), known, scale, softcap, HAS_BIAS, HAS_HEAD_BIAS, HAS_SOFTCAP
         )
         log_sum, choice = row_log_sum(
-            row, bias_row, head_bias, head_bias, size, scale, softcap, HAS_BIAS, HAS_HEAD_BIAS, HAS_SOFTCAP, False, LANES, COLUMNS, AHEAD
+            row, bias_row, head_bias, head_bias, size, scale, softcap, HAS_BIAS, HAS_HEAD_BIAS, HAS_SOFTCAP, False, LANES, COLUMNS
         )
         counts = known & (weight != 0)
         tl.store(cross_entropy + place, tl.where(counts, log_sum - of_label, 0.0))
@@ -96,7 +95,7 @@ if triton is not None:
         if WITH_GRADIENT:
             factor = tl.where(known, gradient_scale * weight, 0.0)
             BLOCK: tl.constexpr = LANES * COLUMNS
-            for number in tl.range(0, tl.cdiv(size, BLOCK), num_stages=AHEAD):
+            for number in range(0, tl.cdiv(size, BLOCK)):
                 columns = (tl.cdiv(size, BLOCK) - 1 - number) * BLOCK + tl.arange(0, BLOCK)
                 inside = columns < size
                 z, capped = load_logits(row, bias_row, head_bias, columns, inside, scale, softcap, HAS_BIAS, HAS_HEAD_BIAS, HAS_SOFTCAP)

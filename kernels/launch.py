@@ -37,6 +37,17 @@ __all__ = ["dependent_launch"]
 # SPECULATORS_PDL=0 launches the ordinary way, as `--no-pdl` of benchmarks/draft.py and benchmarks/round_profile.py does.
 enabled = os.environ.get("SPECULATORS_PDL", "1") == "1"
 
+_SHARED_MEMORY = 163_840  # bytes, compute capability 8.0: where no GPU says otherwise
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program may have."""
+    if device.type != "cuda":
+        return _SHARED_MEMORY
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", _SHARED_MEMORY))
+
+
 if triton is not None:
     _LINE = tl.constexpr(128)  # bytes of a line of L2
 

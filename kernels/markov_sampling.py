@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from speculators.decoding.randomness import Purpose, gumbel
 from speculators.kernels.counter_random import absorb, as_gumbel, seed_argument
 from speculators.kernels.dot import dot
-from speculators.kernels.launch import dependent_launch
+from speculators.kernels.launch import dependent_launch, shared_memory
 
 try:
     import triton
@@ -305,14 +305,31 @@ if triton is not None:
                 tl.store(following + some, token, mask=present)
 
 
+def _stages(head_bytes: int, row_block: int, numbers: int, logits: Tensor) -> int:
+    """Tiles whose loads may be under way at once, so that they fit in shared memory.
+
+    Args:
+        head_bytes: of a tile of W2.
+        row_block: rows that go together.
+        numbers: logits of a tile.
+        logits: say what one takes, and where.
+    """
+    room = shared_memory(logits.device) - 4 * numbers  # float32, where the product's layout is changed
+    tile = head_bytes + numbers * logits.element_size()
+    # From 64 rows on tensor cores read a tile from shared memory while the next ones arrive; below, it is in registers by then.
+    held = 0 if row_block >= 64 else 1
+    return max(1, min(3, room // tile + held))
+
+
 def _kernel(chain: MarkovChain, draw: Randomness | None, shortlist: Tensor | None) -> MarkovDrafts:
     logits, bias_head, anchor, ids = chain.logits, chain.bias_head, chain.anchor.contiguous(), chain.ids
     device, (rows, slots, vocabulary), rank = logits.device, logits.shape, bias_head.shape[1]
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     columns = vocabulary if shortlist is None else shortlist.shape[2]
-    # A tile of W2 fills at most 64 KiB of shared memory.
+    # A tile of W2 fills at most 64 KiB of shared memory, 32 on GPUs with little of it.
     rank_block = max(16, triton.next_power_of_2(rank))
-    block = max(16, min(_COLUMNS, (1 << 16) // (rank_block * bias_head.element_size()), triton.next_power_of_2(columns)))
+    room = 1 << (16 if shared_memory(device) >= 163_840 else 15)
+    block = max(16, min(_COLUMNS, room // (rank_block * bias_head.element_size()), triton.next_power_of_2(columns)))
     # By the vocabulary alone. The number of rows, though, decides about the instructions that sum, and so about roundings.
     tiles = triton.cdiv(triton.cdiv(columns, block), _PROGRAMS)
     programs = triton.cdiv(columns, block * tiles)
@@ -321,6 +338,7 @@ def _kernel(chain: MarkovChain, draw: Randomness | None, shortlist: Tensor | Non
     row_block = 1 if single else min(max(_ROWS[0], triton.next_power_of_2(rows)), _ROWS[1])
     row_blocks = triton.cdiv(rows, row_block)
     programs_block = triton.next_power_of_2(programs)
+    stages = _stages(block * rank_block * bias_head.element_size(), row_block, row_block * block, logits)
     choice = torch.empty(rows, programs_block, dtype=torch.int32, device=device)
     tops, sums, scores, chosen = torch.empty(4, rows, programs_block, dtype=torch.float32, device=device)
     arrived = torch.zeros(slots, row_blocks, dtype=torch.int32, device=device)
@@ -343,7 +361,8 @@ def _kernel(chain: MarkovChain, draw: Randomness | None, shortlist: Tensor | Non
                 rows, k, slots, columns, logits.stride(0), logits.stride(1), rank, inverse_temperature,
                 SAMPLED=draw is not None, SHORTLIST=shortlist is not None, SINGLE=single, REDUCED=ids is not None, TABLE=table is not None,
                 PROGRAMS=programs, PROGRAMS_BLOCK=programs_block, TILES=tiles, ROWS=row_block,
-                PART=min(_PART, row_block), COLUMNS=block, RANK=rank_block, num_warps=_WARPS[row_block], **dependent_launch(logits),
+                PART=min(_PART, row_block), COLUMNS=block, RANK=rank_block, num_warps=_WARPS[row_block], num_stages=stages,
+                **dependent_launch(logits),
             )  # fmt: skip
 
     def slot_factors() -> Tensor:

@@ -18,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from speculators.kernels import block_attention, launch
+from speculators.kernels import markov_sampling as markov
 from speculators.kernels.attention_heads import CacheSlots, attention_heads
 from speculators.kernels.distillation_loss import distillation_loss
 from speculators.kernels.draft_attention import draft_attention
@@ -64,6 +65,11 @@ def products(dtype: torch.dtype) -> None:
     ids, anchor = torch.arange(32000), torch.zeros(1, dtype=torch.int64)
     for factors in (TableFactors(table), lambda *_: table[:1]):
         markov_sampling(MarkovChain(logits, table, anchor, factors, ids), **CHOICE)
+    table = torch.zeros(151936, 256, dtype=dtype)
+    for memory in (232_448, 163_840, 101_376):  # of an H200, an A100, an L40S: several tiles a program, and many rows
+        launch.shared_memory = markov.shared_memory = lambda device, memory=memory: memory
+        logits, anchor = torch.zeros(64, 1, len(table), dtype=dtype), torch.zeros(64, dtype=torch.int64)
+        markov_sampling(MarkovChain(logits, table, anchor, TableFactors(table)), **CHOICE)
 
 
 def others() -> None:
@@ -121,12 +127,18 @@ def main() -> None:
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         kernel = run(self, *args, grid=grid, warmup=True, **options)
-        facts = {"shared": kernel.metadata.shared, "pdl": kernel.metadata.launch_pdl, "ptx": kernel.asm["ptx"]}
+        facts = {
+            "shared": kernel.metadata.shared,
+            "room": launch.shared_memory(torch.device("cpu")),
+            "pdl": kernel.metadata.launch_pdl,
+            "ptx": kernel.asm["ptx"],
+        }
         compiled.append({"kernel": self.__name__} | facts)
 
     triton.runtime.jit.JITFunction.run = compile_only
     driver.set_active(Hopper())
     launch.enabled, launch._supported = True, lambda device: True
+    launch.shared_memory = lambda device: 232_448  # CUDA C++ programming guide, compute capability 9.0: 227 KiB
     with torch.no_grad():
         {"others": others, "training": training}.get(sys.argv[1], lambda: products(getattr(torch, sys.argv[1])))()
     print(json.dumps(compiled))
