@@ -23,7 +23,7 @@ try:
     import triton
     import triton.language as tl
 
-    from speculators.kernels.log_sums import load_logits, row_log_sum
+    from speculators.kernels.log_sums import load_logits, row_log_sum, store_gradient
 except ImportError:  # no build for this platform: the reference serves it
     triton = None
 
@@ -100,12 +100,7 @@ if triton is not None:
                 inside = columns < size
                 z, capped = load_logits(row, bias_row, head_bias, columns, inside, scale, softcap, HAS_BIAS, HAS_HEAD_BIAS, HAS_SOFTCAP)
                 gradient = factor * (tl.exp(z - log_sum) - tl.where(columns == label, 1.0, 0.0))
-                if HAS_BIAS:
-                    tl.store(bias_row + columns, gradient.to(bias.dtype.element_ty), mask=inside)
-                gradient = gradient * scale
-                if HAS_SOFTCAP:
-                    gradient = gradient * (1.0 - (capped / softcap) * (capped / softcap))
-                tl.store(row + columns, gradient.to(logits.dtype.element_ty), mask=inside)
+                store_gradient(row, bias_row, columns, inside, gradient, capped, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
 
 
 def cross_entropy_(

@@ -46,7 +46,7 @@ try:
     import triton
     import triton.language as tl
 
-    from speculators.kernels.log_sums import load_logits
+    from speculators.kernels.log_sums import load_logits, store_gradient
 except ImportError:  # no build for this platform: the reference serves it
     triton = None
 
@@ -285,12 +285,7 @@ if triton is not None:
                     if HAS_L1:
                         gradient += l1_coefficient * p * (sign - sign_mean)
                     gradient = weight * gradient
-                    if HAS_BIAS:
-                        tl.store(bias_row + columns, gradient.to(bias.dtype.element_ty), mask=inside)
-                    gradient = gradient * scale
-                    if HAS_SOFTCAP:
-                        gradient = gradient * (1.0 - (capped / softcap) * (capped / softcap))
-                    tl.store(draft_row + columns, gradient.to(draft.dtype.element_ty), mask=inside)
+                    store_gradient(draft_row, bias_row, columns, inside, gradient, capped, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
             if HAS_L1 and number == 0:
                 sign_mean = tl.sum(signed, 0)
         distance = tl.sum(l1, 0)

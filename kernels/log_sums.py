@@ -1,4 +1,4 @@
-"""Log-sum-exp and likeliest column of every row of a head's logits, and how other kernels read such logits.
+"""Log-sum-exp and likeliest column of every row of a head's logits, and how kernels read such logits and leave gradients behind.
 
 The logits of a product W h are softcap(scale * W h + b) + m, with a Markov bias m where one is kept apart
 (`FrozenHead`). Rows are read once, in the head's dtype; everything else is float32.
@@ -57,6 +57,16 @@ if triton is not None:
         if HAS_BIAS:
             logits += tl.load(bias_row + columns, mask=inside, other=0.0).to(tl.float32)
         return tl.where(inside, logits, float("-inf")), capped
+
+    @triton.jit
+    def store_gradient(row, bias_row, columns, inside, gradient, capped, scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+        """The gradient of logits over these: m has it as it is, W h through cap and scale. `capped`: as `load_logits` gives it."""
+        if HAS_BIAS:
+            tl.store(bias_row + columns, gradient.to(bias_row.dtype.element_ty), mask=inside)
+        gradient = gradient * scale
+        if HAS_SOFTCAP:
+            gradient = gradient * (1.0 - (capped / softcap) * (capped / softcap))
+        tl.store(row + columns, gradient.to(row.dtype.element_ty), mask=inside)
 
     @triton.jit
     def row_log_sum(
