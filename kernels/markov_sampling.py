@@ -305,19 +305,13 @@ if triton is not None:
                 tl.store(following + some, token, mask=present)
 
 
-def _stages(head_bytes: int, row_block: int, numbers: int, logits: Tensor) -> int:
-    """Tiles whose loads may be under way at once, so that they fit in shared memory.
-
-    Args:
-        head_bytes: of a tile of W2.
-        row_block: rows that go together.
-        numbers: logits of a tile.
-        logits: say what one takes, and where.
-    """
-    room = shared_memory(logits.device) - 4 * numbers  # float32, where the product's layout is changed
-    tile = head_bytes + numbers * logits.element_size()
+def _stages(rows: int, columns: int, rank: int, logits: Tensor, bias_head: Tensor) -> int:
+    """Tiles of `rows` logits by `columns`, and of W2 by `rank`, whose loads may be under way at once: so many fit in shared memory."""
+    # Beside them lie the rows' factors, or float32 numbers where the product's layout is changed.
+    room = shared_memory(logits.device) - max(rows * rank * bias_head.element_size(), 4 * rows * columns)
+    tile = columns * (rank * bias_head.element_size() + rows * logits.element_size())
     # From 64 rows on tensor cores read a tile from shared memory while the next ones arrive; below, it is in registers by then.
-    held = 0 if row_block >= 64 else 1
+    held = 0 if rows >= 64 else 1
     return max(1, min(3, room // tile + held))
 
 
@@ -338,7 +332,7 @@ def _kernel(chain: MarkovChain, draw: Randomness | None, shortlist: Tensor | Non
     row_block = 1 if single else min(max(_ROWS[0], triton.next_power_of_2(rows)), _ROWS[1])
     row_blocks = triton.cdiv(rows, row_block)
     programs_block = triton.next_power_of_2(programs)
-    stages = _stages(block * rank_block * bias_head.element_size(), row_block, row_block * block, logits)
+    stages = _stages(row_block, block, rank_block, logits, bias_head)
     choice = torch.empty(rows, programs_block, dtype=torch.int32, device=device)
     tops, sums, scores, chosen = torch.empty(4, rows, programs_block, dtype=torch.float32, device=device)
     arrived = torch.zeros(slots, row_blocks, dtype=torch.int32, device=device)
