@@ -25,6 +25,7 @@ from speculators.config import SpeculatorConfig
 from speculators.decoding.proposal import DraftSampler, Observation, Proposal
 from speculators.kernels.block_attention import attention, block_attention
 from speculators.kernels.kv_injection import InjectionWeights, kv_injection
+from speculators.kernels.packed_linear import announce
 from speculators.kernels.visible_keys import VisibleKeys, visible_blocks
 from speculators.registry import Need, PluginParts, VllmServing, register_algorithm
 from speculators.speculator import Speculator, VerifierWeights
@@ -273,6 +274,7 @@ class DFlash(Speculator):
         config, layers = self.config.layers, self._decoder_layers()
         for layer in layers:
             layer.lay_together()
+        announce([self.head_weight()])
         attentions = [layer.self_attn for layer in layers]
         half = config.head_dim // 2
         cache = DraftState.allocate(config, self._rotary, rows, max_length, device, dtype)

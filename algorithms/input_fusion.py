@@ -34,6 +34,7 @@ from speculators.decoding.proposal import Observation
 from speculators.errors import ConfigError
 from speculators.kernels.block_attention import attention
 from speculators.kernels.hidden_state_scatter import hidden_state_scatter
+from speculators.kernels.packed_linear import announce
 from speculators.kernels.skinny_linear import skinny_linear
 from speculators.kernels.visible_keys import VisibleKeys, visible_documents
 from speculators.registry import Need
@@ -312,6 +313,7 @@ class InputFusion(Speculator):
         """Preallocated keys and values of every layer, and what fills MASK slots; lays out the weights for decoding."""
         for layer in self.decoder_layers():
             layer.lay_together()
+        announce([self.head_weight() if self.lm_head is None else self.lm_head.weight])
         state = InputFusionState(DraftState.allocate(self.config.layers, self._rotary, rows, max_length, device, dtype))
         state.mask_token_id = getattr(self.config, "mask_token_id", None)
         if state.mask_token_id is not None:

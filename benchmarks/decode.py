@@ -32,7 +32,7 @@ from speculators.data.prompts import read_prompts
 from speculators.decoding import graph
 from speculators.decoding.proposal import Drafter
 from speculators.decoding.sampling import SamplingParams
-from speculators.loading import locate_verifier
+from speculators.loading import load_model, locate_verifier
 from speculators.verifier import Verifier
 
 PROMPTS = Path(__file__).parent / "prompts" / "gsm8k.jsonl"
@@ -78,7 +78,14 @@ def ours(verifier: Verifier, drafter: Drafter | None, draft_tokens: int | None, 
     return run
 
 
-def transformers_generate(verifier: Verifier, budget: int, **options: Any) -> Configuration:
+def untouched_model(verifier: Verifier) -> Any:
+    """The model as transformers loads it, in another copy: a verifier's layers compute by other means."""
+    return load_model(verifier.weights.name_or_path, dtype=verifier.dtype, device=verifier.device, revision=None, trust_remote_code=False)[
+        0
+    ].eval()
+
+
+def transformers_generate(model: Any, verifier: Verifier, budget: int, **options: Any) -> Configuration:
     """transformers' own loop; its prefill and first token are timed alone and subtracted."""
     pad = verifier.stop_token_ids[0]
 
@@ -89,9 +96,7 @@ def transformers_generate(verifier: Verifier, budget: int, **options: Any) -> Co
         mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in group]
         inputs, attention = (torch.tensor(x, device=verifier.device) for x in (rows, mask))
         started = _now(verifier.device)
-        output = verifier.model.generate(
-            inputs, attention_mask=attention, max_new_tokens=tokens, do_sample=False, pad_token_id=pad, **options
-        )
+        output = model.generate(inputs, attention_mask=attention, max_new_tokens=tokens, do_sample=False, pad_token_id=pad, **options)
         elapsed = _now(verifier.device) - started
         replies = output[:, width:].tolist()
         stops = set(verifier.stop_token_ids)
@@ -199,11 +204,12 @@ def main() -> None:
     drafters = {
         name: load_drafter(name if name == PROMPT_LOOKUP else str(options.checkpoints / name), verifier) for name in options.methods
     }
+    untouched = untouched_model(verifier)
     configurations: dict[str, Configuration] = {
         "plain": ours(verifier, None, None, budget),
-        "transformers": transformers_generate(verifier, budget),
+        "transformers": transformers_generate(untouched, verifier, budget),
     }
-    single = {"transformers, prompt lookup": transformers_generate(verifier, budget, prompt_lookup_num_tokens=max(options.ks))}
+    single = {"transformers, prompt lookup": transformers_generate(untouched, verifier, budget, prompt_lookup_num_tokens=max(options.ks))}
     for name, drafter in drafters.items():
         for k in options.ks:
             if k <= drafter.max_draft_tokens:

@@ -20,11 +20,11 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from speculators.kernels.dot import dot
 from speculators.kernels.gated_halves import gated_halves
 from speculators.kernels.launch import dependent_launch
+from speculators.kernels.packed_linear import packed_linear
 
 try:
     import triton
@@ -215,7 +215,7 @@ def skinny_linear(
     if _use_kernel(implementation, x, weight):
         out = _kernel(x, weight, False, tiles, onto)
     elif onto is None:
-        return F.linear(x, weight, bias)
+        return packed_linear(x, weight, bias)
     else:
         onto.view(-1, len(weight)).addmm_(x.reshape(-1, x.shape[-1]), weight.t())
         out = onto

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -17,6 +18,7 @@ from speculators.attention import GROUPED_ATTENTION, AttentionMasks
 from speculators.decoding.cache import KeyValueCache, cache_argument
 from speculators.errors import CheckpointError, ConfigError, DataError
 from speculators.fused_layers import fuse_final_norm, fuse_layers
+from speculators.kernels.packed_linear import announce, packed_linear
 from speculators.loading import fast_dtype, load_model, refuse_unsupported, stop_token_ids
 from speculators.special_tokens import unused_special_tokens
 from speculators.speculator import VerifierWeights
@@ -89,6 +91,10 @@ class Verifier:
         self.fused_layers = fuse_layers(self._decoder, self.layers, self._masks.kinds) if self.device.type == "cuda" else 0
         if self.fused_layers:
             fuse_final_norm(self._final_norm)
+        # What a round multiplies on a CPU; see `packed_linear`.
+        self._linears = [module for module in self.model.modules() if type(module) is nn.Linear] if self.device.type == "cpu" else []
+        for linear in self._linears:
+            linear.forward = partial(_multiply, linear)  # type: ignore[method-assign]
         self._check_against_model()
 
     @classmethod
@@ -157,6 +163,7 @@ class Verifier:
 
     def new_cache(self, rows: int, max_length: int) -> KeyValueCache:
         """An empty cache for `rows` sequences of at most `max_length` positions each, uncommitted drafts included."""
+        announce(linear.weight for linear in self._linears)
         return KeyValueCache(self.num_layers, rows, max_length, self.device)
 
     @torch.inference_mode()
@@ -329,6 +336,10 @@ class Verifier:
         # Rounding in 16 bits moves logits by a few percent, a wrong mask or position by as much as they are.
         if _relative_error(self.logits(states), expected) > (1e-3 if self.dtype == torch.float32 else 0.25):
             raise CheckpointError(f"{name!r} ({type(self.model).__name__}) computes other logits with a cache of this library than alone")
+
+
+def _multiply(linear: nn.Linear, x: Tensor) -> Tensor:
+    return packed_linear(x, linear.weight, linear.bias)
 
 
 def _relative_error(actual: Tensor, expected: Tensor) -> float:

@@ -1,0 +1,149 @@
+"""Products from packed copies on a CPU: the same values, and never those of weights that were."""
+
+from __future__ import annotations
+
+import copy as copies
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from speculators import Verifier
+from speculators.kernels import packed_linear as module
+from speculators.kernels.packed_linear import MAX_TOKENS, announce, packed_linear
+
+pytestmark = pytest.mark.skipif(not module._available(), reason="this build of torch has no oneDNN")
+
+
+def weight_of(rows: int = 300, columns: int = 256) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
+
+
+def is_packed(weight: Tensor) -> bool:
+    found = module._copies.get(weight)
+    return found is not None and found.packed is not None
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> object:
+    with torch.inference_mode():
+        yield
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("shape", [(1,), (1, 1), (2, 3), (MAX_TOKENS,)])
+def test_a_product_of_few_tokens_comes_from_the_copy_and_is_the_same(shape: tuple[int, ...], with_bias: bool) -> None:
+    with torch.inference_mode(False):
+        weight, bias = weight_of(), torch.randn(300) if with_bias else None
+    x = torch.randn(*shape, 256)
+    announce([weight])
+    out = packed_linear(x, weight, bias)
+    assert is_packed(weight)
+    expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-4)
+    assert out.shape == (*shape, 300)
+
+
+def test_many_tokens_small_weights_other_dtypes_and_strangers_are_left_alone() -> None:
+    with torch.inference_mode(False):
+        weight, small, half, stranger = weight_of(), weight_of(8, 8), weight_of().bfloat16(), weight_of()
+        turned = weight_of().T
+    announce([weight, small, half, turned])
+    packed_linear(torch.randn(MAX_TOKENS + 1, 256), weight)
+    packed_linear(torch.randn(1, 8), small)
+    packed_linear(torch.randn(1, 256).bfloat16(), half)
+    packed_linear(torch.randn(1, 300), turned)
+    packed_linear(torch.randn(1, 256), stranger)
+    assert not any(map(is_packed, (weight, small, half, turned, stranger)))
+
+
+def test_where_a_gradient_is_recorded_nothing_is_packed() -> None:
+    with torch.inference_mode(False), torch.enable_grad():
+        weight = weight_of().requires_grad_()
+        announce([weight])
+        packed_linear(torch.randn(2, 256), weight).sum().backward()
+        assert not is_packed(weight)
+        assert weight.grad is not None
+
+
+def replaced(weight: Tensor) -> None:
+    weight.data = 2 * weight.data
+
+
+def changed_in_place(weight: Tensor) -> None:
+    with torch.no_grad():
+        weight.mul_(2)
+
+
+CHANGES: dict[str, Callable[[Tensor], None]] = {"in place": changed_in_place, "replaced": replaced}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_weight_that_changes_is_multiplied_as_it_is_now(change: str) -> None:
+    with torch.inference_mode(False):
+        weight = nn.Parameter(weight_of())
+    x = torch.randn(3, 256)
+    announce([weight])
+    before = packed_linear(x, weight)
+    with torch.inference_mode(False):
+        CHANGES[change](weight)
+    torch.testing.assert_close(packed_linear(x, weight), 2 * before, rtol=1e-5, atol=1e-4)
+    announce([weight])
+    torch.testing.assert_close(packed_linear(x, weight), 2 * before, rtol=1e-5, atol=1e-4)
+    assert is_packed(weight)
+
+
+def test_a_change_that_torch_does_not_count_is_seen_when_decoding_begins() -> None:
+    """As adapters are merged: `weight.data += difference`."""
+    with torch.inference_mode(False):
+        weight = nn.Parameter(weight_of())
+    x = torch.randn(3, 256)
+    announce([weight])
+    packed_linear(x, weight)
+    with torch.inference_mode(False):
+        weight.data += 1.0
+    announce([weight])
+    torch.testing.assert_close(packed_linear(x, weight), F.linear(x, weight), rtol=1e-5, atol=1e-3)
+
+
+def test_where_memory_is_short_there_is_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_memory", lambda: (1 << 30, 4 << 30))
+    with torch.inference_mode(False):
+        weight = weight_of()
+    announce([weight])
+    x = torch.randn(1, 256)
+    assert torch.equal(packed_linear(x, weight), F.linear(x, weight))
+    assert not is_packed(weight)
+
+
+def test_copies_go_with_their_weights() -> None:
+    with torch.inference_mode(False):
+        weight = weight_of()
+    announce([weight])
+    packed_linear(torch.randn(1, 256), weight)
+    before = len(module._copies)
+    del weight
+    assert len(module._copies) == before - 1
+
+
+def test_a_verifier_multiplies_from_copies_and_its_logits_stay() -> None:
+    """Also one wrapped a second time, or copied."""
+    with torch.inference_mode(False):
+        config = LlamaConfig(
+            vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+        )
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config).eval()
+        ids = torch.randint(0, 512, (1, 5))
+        with torch.no_grad():
+            expected = model(ids).logits
+        for wrapped in (model, model, copies.deepcopy(model)):
+            verifier = Verifier(wrapped, None)  # type: ignore[arg-type]
+            cache = verifier.new_cache(1, 8)
+            logits = verifier.logits(verifier.forward(ids, cache).last_hidden_state)
+            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+            assert all(is_packed(linear.weight) for linear in verifier._linears if linear.weight.numel() >= module._LEAST_NUMBERS)
+            assert is_packed(verifier.weights.head)
