@@ -78,7 +78,8 @@ def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
         [..., out].
     """
     few = x.numel() <= MAX_TOKENS * x.shape[-1] and x.dtype == torch.float32 and x.device.type == "cpu"
-    copy = _copies.get(weight) if few and not torch.is_grad_enabled() else None
+    plain = not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")  # which asks for another dtype
+    copy = _copies.get(weight) if few and plain else None
     if copy is not None and copy.packed is None and not copy.refused:
         _pack(copy, weight)
     if copy is None or copy.packed is None or (copy.place, copy.version) != (weight.data_ptr(), weight._version):

@@ -69,6 +69,15 @@ def test_where_a_gradient_is_recorded_nothing_is_packed() -> None:
         assert weight.grad is not None
 
 
+def test_under_autocast_the_product_has_autocasts_dtype() -> None:
+    with torch.inference_mode(False):
+        weight = weight_of()
+    announce([weight])
+    packed_linear(torch.randn(1, 256), weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert packed_linear(torch.randn(1, 256), weight).dtype == torch.bfloat16
+
+
 def replaced(weight: Tensor) -> None:
     weight.data = 2 * weight.data
 
