@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -112,7 +113,8 @@ def _pack(copy: _Copy, weight: Tensor) -> None:
 @cache
 def _available() -> bool:
     """Whether this build of torch has the operations, under the names and with the results that are expected here."""
-    weight, x = torch.arange(6.0).view(2, 3), torch.ones(2, 3)
+    like: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+    weight, x = torch.arange(6, **like).view(2, 3), torch.ones(2, 3, **like)
     try:
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, _LAYOUT_TOKENS)
         out = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
