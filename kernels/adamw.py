@@ -97,6 +97,7 @@ def adamw_step(
             maximize=False,
             capturable=skip.is_cuda,
         )
+        torch.autograd.graph.increment_version(parameters)  # the fused update does not, and copies of weights would not be noticed as old
         return
     torch._foreach_add_(list(steps), [1.0 - skip] * len(steps))  # a lone tensor as summand would be read by the host
     factors = (weight_decay, epsilon, betas[0], 1.0 - betas[0], betas[1], 1.0 - betas[1], *(math.log2(max(b, 1e-30)) for b in betas))

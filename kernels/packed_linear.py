@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["MAX_TOKENS", "announce", "packed_linear"]
+__all__ = ["MAX_TOKENS", "PackedLinear", "announce", "packed_linear"]
 
 MAX_TOKENS = 16  # of a product from a copy
 _LEAST_NUMBERS = 1 << 16  # of a weight; smaller ones stay in the processor's cache
@@ -36,14 +36,13 @@ class _Copy:
 
     Attributes:
         packed: opaque to torch; None until the first product, and where there was no room.
-        place, version, total: where the weight lay, torch's count of its changes and its sum when the copy was made.
+        state, checksum: of the weight when the copy was made; see `_state` and `_checksum`.
         refused: no room.
     """
 
     packed: Tensor | None = None
-    place: int = 0
-    version: int = 0
-    total: float = 0.0
+    state: tuple[int, int, torch.Size] | None = None
+    checksum: float = 0.0
     refused: bool = False
 
 
@@ -63,7 +62,7 @@ def announce(weights: Iterable[Tensor]) -> None:
                 _copies[weight] = _Copy()
         elif not _gains(weight):
             del _copies[weight]
-        elif copy.packed is not None and (copy.place, copy.total) != (weight.data_ptr(), _sum(weight)):
+        elif copy.packed is not None and (copy.state != _state(weight) or copy.checksum != _checksum(weight)):
             _copies[weight] = _Copy()
 
 
@@ -83,11 +82,24 @@ def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     copy = _copies.get(weight) if few and plain else None
     if copy is not None and copy.packed is None and not copy.refused:
         _pack(copy, weight)
-    if copy is None or copy.packed is None or (copy.place, copy.version) != (weight.data_ptr(), weight._version):
+    if copy is None or copy.packed is None or copy.state != _state(weight):
         return F.linear(x, weight, bias)
     rows = x.reshape(-1, x.shape[-1])
+    bias = None if bias is None else bias.contiguous()  # its strides are not looked at
     out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, copy.packed, bias, "none", [], "")
     return out.view(*x.shape[:-1], len(weight))
+
+
+class PackedLinear(torch.nn.Linear):
+    """A linear map of a verifier on a CPU; see `packed_linear`.
+
+    A class and no `forward` of the instance: that would overwrite one that is there, as hooks of accelerate are, and refer to its own
+    module, whose weights then stay in memory until Python looks for cycles.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        return packed_linear(input, self.weight, self.bias)
 
 
 def _gains(weight: Tensor) -> bool:
@@ -96,8 +108,16 @@ def _gains(weight: Tensor) -> bool:
     return suits and frozen and weight.numel() >= _LEAST_NUMBERS and _available()
 
 
-def _sum(weight: Tensor) -> float:
-    return float(weight.detach().sum())
+def _state(weight: Tensor) -> tuple[int, int, torch.Size]:
+    """Where it lies, torch's count of its changes, and its shape."""
+    return weight.data_ptr(), weight._version, weight.shape
+
+
+def _checksum(weight: Tensor) -> float:
+    """A sum in which every place counts differently, so that moved rows show too; reads the weight once."""
+    with torch.autocast("cpu", enabled=False):
+        outer, inner = (torch.linspace(1.0, 2.0, size, dtype=torch.float32, device="cpu") for size in weight.shape)
+        return float(outer.double() @ (weight.detach() @ inner).double())
 
 
 def _pack(copy: _Copy, weight: Tensor) -> None:
@@ -107,7 +127,7 @@ def _pack(copy: _Copy, weight: Tensor) -> None:
         return
     with torch.inference_mode(False), torch.no_grad():
         copy.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _LAYOUT_TOKENS)
-    copy.place, copy.version, copy.total = weight.data_ptr(), weight._version, _sum(weight)
+    copy.state, copy.checksum = _state(weight), _checksum(weight)
 
 
 @cache

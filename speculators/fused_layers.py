@@ -20,6 +20,7 @@ from speculators.kernels.attention_heads import CacheSlots, attention_heads
 from speculators.kernels.block_attention import attention
 from speculators.kernels.gated_halves import gated_halves
 from speculators.kernels.joined_projections import joined, lay_together
+from speculators.kernels.packed_linear import PackedLinear
 from speculators.kernels.residual_norm import add_rms_norm, rms_norm
 from speculators.kernels.skinny_linear import skinny_gated_linear, skinny_linear
 
@@ -157,7 +158,7 @@ def _has_the_parts(layer: Any) -> bool:
         return False
     linears = [getattr(part, name) for part, names in ((own, _ATTENTION_PARTS), (mlp, _MLP_PARTS)) for name in sorted(names)]
     settings = all(hasattr(own, name) for name in ("head_dim", "scaling", "layer_idx"))
-    return settings and all(type(part) is nn.Linear for part in linears)
+    return settings and all(type(part) in (nn.Linear, PackedLinear) for part in linears)
 
 
 @torch.no_grad()

@@ -6,7 +6,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -18,7 +17,7 @@ from speculators.attention import GROUPED_ATTENTION, AttentionMasks
 from speculators.decoding.cache import KeyValueCache, cache_argument
 from speculators.errors import CheckpointError, ConfigError, DataError
 from speculators.fused_layers import fuse_final_norm, fuse_layers
-from speculators.kernels.packed_linear import announce, packed_linear
+from speculators.kernels.packed_linear import PackedLinear, announce
 from speculators.loading import fast_dtype, load_model, refuse_unsupported, stop_token_ids
 from speculators.special_tokens import unused_special_tokens
 from speculators.speculator import VerifierWeights
@@ -92,9 +91,10 @@ class Verifier:
         if self.fused_layers:
             fuse_final_norm(self._final_norm)
         # What a round multiplies on a CPU; see `packed_linear`.
-        self._linears = [module for module in self.model.modules() if type(module) is nn.Linear] if self.device.type == "cpu" else []
+        kinds = (nn.Linear, PackedLinear) if self.device.type == "cpu" else ()
+        self._linears = [module for module in self.model.modules() if type(module) in kinds]
         for linear in self._linears:
-            linear.forward = partial(_multiply, linear)  # type: ignore[method-assign]
+            linear.__class__ = PackedLinear
         self._check_against_model()
 
     @classmethod
@@ -336,10 +336,6 @@ class Verifier:
         # Rounding in 16 bits moves logits by a few percent, a wrong mask or position by as much as they are.
         if _relative_error(self.logits(states), expected) > (1e-3 if self.dtype == torch.float32 else 0.25):
             raise CheckpointError(f"{name!r} ({type(self.model).__name__}) computes other logits with a cache of this library than alone")
-
-
-def _multiply(linear: nn.Linear, x: Tensor) -> Tensor:
-    return packed_linear(x, linear.weight, linear.bias)
 
 
 def _relative_error(actual: Tensor, expected: Tensor) -> float:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy as copies
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -13,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from speculators import Verifier
 from speculators.kernels import packed_linear as module
+from speculators.kernels.adamw import adamw_step
 from speculators.kernels.packed_linear import MAX_TOKENS, announce, packed_linear
 
 pytestmark = pytest.mark.skipif(not module._available(), reason="this build of torch has no oneDNN")
@@ -118,6 +121,63 @@ def test_a_change_that_torch_does_not_count_is_seen_when_decoding_begins() -> No
     torch.testing.assert_close(packed_linear(x, weight), F.linear(x, weight), rtol=1e-5, atol=1e-3)
 
 
+def test_rows_that_change_places_are_seen_when_decoding_begins() -> None:
+    with torch.inference_mode(False):
+        weight = nn.Parameter(weight_of().round())  # its sum is exact in any order
+    x = torch.randn(3, 256)
+    announce([weight])
+    packed_linear(x, weight)
+    with torch.inference_mode(False):
+        weight.data[[7, 107]] = weight.data[[107, 7]]
+    announce([weight])
+    torch.testing.assert_close(packed_linear(x, weight), F.linear(x, weight), rtol=1e-5, atol=1e-3)
+
+
+def test_a_weight_that_is_written_over_with_itself_is_packed_again() -> None:
+    with torch.inference_mode(False):
+        weight = weight_of()
+    x = torch.randn(3, 256)
+    announce([weight])
+    packed_linear(x, weight)
+    with torch.inference_mode(False):
+        weight.copy_(weight.clone())
+    announce([weight])
+    packed_linear(x, weight)
+    assert module._copies[weight].state == module._state(weight)
+
+
+def test_a_weight_that_becomes_part_of_itself_gives_the_products_of_that_part() -> None:
+    with torch.inference_mode(False):
+        weight = nn.Parameter(weight_of())
+    x = torch.randn(3, 256)
+    announce([weight])
+    packed_linear(x, weight)
+    weight.data = weight.data[:200]
+    assert torch.equal(packed_linear(x, weight), F.linear(x, weight))
+
+
+@pytest.mark.parametrize("bias", [torch.randn(600)[::2], torch.randn(1).expand(300)])
+def test_a_bias_may_have_any_stride(bias: Tensor) -> None:
+    with torch.inference_mode(False):
+        weight = weight_of()
+    x = torch.randn(3, 256)
+    announce([weight])
+    torch.testing.assert_close(packed_linear(x, weight, bias), F.linear(x, weight, bias), rtol=1e-5, atol=1e-4)
+    assert is_packed(weight)
+
+
+def test_a_trained_weight_is_seen_without_a_word() -> None:
+    with torch.inference_mode(False), torch.no_grad():
+        weight, (first, second) = nn.Parameter(weight_of()), torch.zeros(2, 300, 256)
+        x, scalars = torch.randn(3, 256), [torch.tensor(value) for value in (0.0, 0.1, 1.0, 0.0)]
+        announce([weight])
+        packed_linear(x, weight)
+        step, rate, scale, skip = scalars
+        options = {"learning_rate": rate, "weight_decay": 0.0, "betas": (0.9, 0.99), "scale": scale, "skip": skip}
+        adamw_step([weight], [torch.randn(300, 256)], [first], [second], [step], **options)
+        assert torch.equal(packed_linear(x, weight), F.linear(x, weight))
+
+
 def test_where_memory_is_short_there_is_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_memory", lambda: (1 << 30, 4 << 30))
     with torch.inference_mode(False):
@@ -138,14 +198,43 @@ def test_copies_go_with_their_weights() -> None:
     assert len(module._copies) == before - 1
 
 
+def model_of() -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).eval()
+
+
+def test_a_forward_that_a_module_brings_along_stays() -> None:
+    """As those of accelerate, which fetch weights that lie on a disk."""
+    with torch.inference_mode(False), torch.no_grad():
+        model, ids = model_of(), torch.randint(0, 512, (1, 5))
+        linear = model.model.layers[0].mlp.down_proj
+        own = linear.forward
+        linear.forward = lambda x: own(x) + 1.0
+        expected = model(ids).logits
+        Verifier(model, None)  # type: ignore[arg-type]
+        torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
+        assert torch.equal(model.lm_head(input=torch.ones(1, 256)), model.lm_head(torch.ones(1, 256)))
+
+
+def test_a_verifiers_weights_go_with_it_at_once() -> None:
+    with torch.inference_mode(False):
+        verifier = Verifier(model_of(), None)  # type: ignore[arg-type]
+        head = weakref.ref(verifier.weights.head)
+        gc.disable()
+        try:
+            del verifier
+            assert head() is None
+        finally:
+            gc.enable()
+
+
 def test_a_verifier_multiplies_from_copies_and_its_logits_stay() -> None:
     """Also one wrapped a second time, or copied."""
     with torch.inference_mode(False):
-        config = LlamaConfig(
-            vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
-        )
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(config).eval()
+        model = model_of()
         ids = torch.randint(0, 512, (1, 5))
         with torch.no_grad():
             expected = model(ids).logits
