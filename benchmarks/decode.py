@@ -80,9 +80,9 @@ def ours(verifier: Verifier, drafter: Drafter | None, draft_tokens: int | None, 
 
 def untouched_model(verifier: Verifier) -> Any:
     """The model as transformers loads it, in another copy: a verifier's layers compute by other means."""
-    return load_model(verifier.weights.name_or_path, dtype=verifier.dtype, device=verifier.device, revision=None, trust_remote_code=False)[
-        0
-    ].eval()
+    name, dtype = verifier.weights.name_or_path, verifier.dtype
+    model, _ = load_model(name, dtype=dtype, device=verifier.device, revision=None, trust_remote_code=False)
+    return model.eval()
 
 
 def transformers_generate(model: Any, verifier: Verifier, budget: int, **options: Any) -> Configuration:

@@ -80,10 +80,9 @@ def _neighbours(
     parts: list[slice], device: torch.device, rows: Tensor | None, teacher_rows: Tensor | None, used: Tensor | None
 ) -> list[Chunk]:
     """Chunks of neighbours among some rows, all by default, each with a teacher row of its own, by default the same."""
-    index = torch.arange(max(part.stop - part.start for part in parts), device=device) if parts else None
+    index = torch.arange(max((part.stop - part.start for part in parts), default=0), device=device)
     chunks = []
     for part in parts:
-        assert index is not None
         own = part if rows is None else rows[part]
         positions = index[: part.stop - part.start]
         teachers = own if teacher_rows is None else teacher_rows[part]

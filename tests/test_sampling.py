@@ -253,3 +253,8 @@ def test_a_sampled_draft_without_its_probabilities_cannot_be_expressed() -> None
     assert sampler.proposal().probabilities is not None
     with pytest.raises(ConfigError, match="nothing to propose"):
         round_sampler().proposal()
+
+
+def test_top_k_keeps_k_of_logits_that_are_equally_far_from_the_largest_in_float32() -> None:
+    logits = torch.cat([torch.tensor([30.0]), torch.linspace(1e-7, 1e-6, 50)])[None]
+    assert int((probabilities(logits, SamplingParams(temperature=1.0, top_k=5)) > 0).sum()) == 5

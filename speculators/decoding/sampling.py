@@ -124,10 +124,11 @@ def probabilities(logits: Tensor, params: SamplingParams, seen: Tensor | None = 
     Returns:
         [..., vocabulary] float32, summing to 1.
     """
-    logits = tempered(penalised(logits, params, seen), params.temperature)
-    if 0 < params.top_k < logits.shape[-1]:
+    logits = penalised(logits, params, seen)
+    if 0 < params.top_k < logits.shape[-1]:  # of the logits themselves: distances to the largest may round to the same
         kth = logits.topk(params.top_k, dim=-1).values[..., -1:]
         logits = logits.masked_fill(logits < kth, float("-inf"))
+    logits = tempered(logits, params.temperature)
     if params.top_p < 1:
         logits = logits.masked_fill(~_nucleus(logits.softmax(-1), params.top_p), float("-inf"))
     result = logits.softmax(-1)
