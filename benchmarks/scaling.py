@@ -260,6 +260,8 @@ def measure(path: Path, *, shape: Shape, rows: int, methods: list[str], strategi
             results.append(
                 {"name": name, **asdict(measured), "milliseconds": slowest, "peak_bytes": int(peak) or None, "communication": communication}
             )
+            if world.is_main:  # what is measured is kept, whatever happens next
+                path.write_text(json.dumps({"gpus": world.size, "measurements": results}))
 
         for method in methods:
             for strategy in strategies if world.size > 1 else strategies[:1]:
@@ -273,8 +275,6 @@ def measure(path: Path, *, shape: Shape, rows: int, methods: list[str], strategi
             keep("dflash ddp, verifier whole", "dflash", "ddp", from_model, model.weights, False)
             shard_verifier(model, world, device)
             keep("dflash ddp, verifier sharded", "dflash", "ddp", from_model, model.weights, False)
-        if world.is_main:
-            path.write_text(json.dumps({"gpus": world.size, "measurements": results}))
 
 
 def _random_model(shape: Shape, device: torch.device, dtype: torch.dtype) -> Any:
@@ -383,7 +383,8 @@ def main() -> None:
         for gpus in [] if args.no_steps else args.gpus:
             figures = Path(scratch) / f"{gpus}.json"
             if launch(gpus, "--measure", figures).wait():
-                report.add("failed", None, gpus=gpus)
+                report.add("failed; what came before", None, gpus=gpus)
+            if not figures.exists():
                 continue
             for row in json.loads(figures.read_text())["measurements"]:
                 method = row["name"].split()[0]
@@ -393,7 +394,7 @@ def main() -> None:
                 efficiency = None if base is None or with_verifier else base["milliseconds"] / (gpus * row["milliseconds"])
                 facts = {key: value for key, value in row.items() if key != "name"}
                 report.add(row["name"], None, gpus=gpus, **facts, tokens_per_second=round(tokens), efficiency=efficiency)
-            report.write(args.output)  # what is measured is kept, whatever happens next
+            report.write(args.output)
         if args.kill and len(args.gpus) > 1:
             report.add("killed and resumed", None, **kill_and_resume(args.gpus[1], launch, Path(scratch)))
     report.write(args.output)
