@@ -10,6 +10,10 @@ from speculators.config import LayerConfig, ProposalConfig, ProposalMethod, Spec
 from speculators.errors import ConfigError
 from speculators.speculator import VerifierWeights
 
+# Rotary embeddings that a drafter shares with its verifier, and the base of one whose verifier has none.
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_USUAL_ROPE_THETA = 10000.0
+
 
 class DrafterOptions(BaseModel):
     """Options of every algorithm; each adds its own.
@@ -133,42 +137,50 @@ def layer_config(verifier: VerifierWeights, options: DrafterOptions, model_type:
     """Decoder layers shaped like the verifier's: same hidden size, heads, norms and rotary embedding.
 
     Partial rotary factors and quantisation are the verifier's own business: drafters rotate whole heads and keep
-    plain weights. A mixture-of-experts verifier has no MLP width to copy, so three times the hidden size is taken.
+    plain weights. A verifier without one MLP width to copy (mixture of experts, GPT-2) has three times its hidden size taken.
     """
     source = verifier.config
     hidden = int(source["hidden_size"])
     heads = int(source["num_attention_heads"])
-    rope = source.get("rope_parameters") or {}
-    if isinstance(rope.get("full_attention"), dict):
-        rope = rope["full_attention"]
-    rope = {key: value for key, value in rope.items() if key not in {"partial_rotary_factor", "mrope_section", "mrope_interleaved"}}
-    rope.setdefault("rope_type", "default")
-    if "rope_theta" not in rope:
-        theta = source.get("rope_theta")
-        if theta is None:
-            raise ConfigError(f"{verifier.name_or_path!r} names no rope_theta, so its drafter's positions cannot be set up")
-        rope["rope_theta"] = theta
     experts = any(key in source for key in ("num_experts", "num_local_experts", "n_routed_experts"))
-    width = options.intermediate_size or (3 * hidden if experts else int(source["intermediate_size"]))
+    copied = None if experts else source.get("intermediate_size")
+    width = options.intermediate_size or (int(copied) if isinstance(copied, int | float) else 3 * hidden)
     kinds = None
     if model_type == "qwen3" or options.sliding_window is not None:
         kinds = ["sliding_attention" if options.sliding_window else "full_attention"] * options.num_layers
-    return LayerConfig(
-        model_type=model_type,
-        vocab_size=verifier.vocab_size,
-        hidden_size=hidden,
-        intermediate_size=width,
-        num_hidden_layers=options.num_layers,
-        num_attention_heads=heads,
-        num_key_value_heads=int(source.get("num_key_value_heads") or heads),
-        head_dim=int(source.get("head_dim") or hidden // heads),
-        rms_norm_eps=float(source.get("rms_norm_eps") or 1e-6),
-        max_position_embeddings=int(source.get("max_position_embeddings") or 32768),
-        rope_parameters=rope,
-        layer_types=kinds,
-        sliding_window=options.sliding_window,
-        use_sliding_window=options.sliding_window is not None,
-    )
+    shape: dict[str, Any] = {
+        "model_type": model_type,
+        "vocab_size": verifier.vocab_size,
+        "hidden_size": hidden,
+        "intermediate_size": width,
+        "num_hidden_layers": options.num_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": int(source.get("num_key_value_heads") or heads),
+        "head_dim": int(source.get("head_dim") or hidden // heads),
+        "rms_norm_eps": float(source.get("rms_norm_eps") or 1e-6),
+        "max_position_embeddings": int(source.get("max_position_embeddings") or 32768),
+        "rope_parameters": _rope(source),
+        "layer_types": kinds,
+        "sliding_window": options.sliding_window,
+        "use_sliding_window": options.sliding_window is not None,
+    }
+    return LayerConfig.parse(shape, f"the drafter's layers for {verifier.name_or_path!r}")
+
+
+def _rope(source: dict[str, Any]) -> dict[str, Any]:
+    """The verifier's rotary embedding, or the plain one of its base where drafters do not have its kind (it changes with the length).
+
+    A verifier without one, of learned positions or attention biases, names no base.
+    """
+    rope = source.get("rope_parameters") or {}
+    of_layer_types = [part for part in rope.values() if isinstance(part, dict)]
+    if of_layer_types:
+        rope = rope.get("full_attention") or of_layer_types[0]
+    theta = rope.get("rope_theta") or source.get("rope_theta") or _USUAL_ROPE_THETA
+    if rope.get("rope_type", "default") not in _ROPE_TYPES:
+        return {"rope_type": "default", "rope_theta": theta}
+    kept = {key: value for key, value in rope.items() if key not in {"partial_rotary_factor", "mrope_section", "mrope_interleaved"}}
+    return {"rope_type": "default", **kept, "rope_theta": theta}
 
 
 def proposal_config(method: str, verifier: VerifierWeights, num_draft_tokens: int) -> ProposalConfig:

@@ -19,6 +19,7 @@ from speculators.errors import CheckpointError, ConfigError, DataError
 from speculators.fused_layers import fuse_final_norm, fuse_layers
 from speculators.kernels.packed_linear import PackedLinear, announce
 from speculators.loading import fast_dtype, load_model, refuse_unsupported, stop_token_ids
+from speculators.positions import context_length, ends_hard, facts, keep_positions
 from speculators.special_tokens import unused_special_tokens
 from speculators.speculator import VerifierWeights
 
@@ -85,6 +86,9 @@ class Verifier:
         self._logit_divisor = _factor(config, "logits_scaling")
         self._logit_softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self.weights = self._read_weights(name)
+        keep_positions(self._decoder)
+        # Drafts that no budget has room for may lie past the end.
+        self._last_position = self.context_length - 1 if self.context_length and ends_hard(self.weights.config) else None
         self.prepared_batches: OrderedDict[Hashable, Any] = OrderedDict()  # of the engine; see `decoding.graph.reusable`
         # On a CPU a launch costs nothing.
         self.fused_layers = fuse_layers(self._decoder, self.layers, self._masks.kinds) if self.device.type == "cuda" else 0
@@ -155,6 +159,11 @@ class Verifier:
         return self.weights.vocab_size
 
     @property
+    def context_length(self) -> int | None:
+        """Most tokens of a row, prompt and reply together; None where the model has no limit."""
+        return context_length(self.weights.config)
+
+    @property
     def stop_token_ids(self) -> tuple[int, ...]:
         """Ids that end a reply."""
         return self.weights.stop_token_ids
@@ -188,6 +197,8 @@ class Verifier:
             raise ConfigError(f"the key/value cache has {cache.rows} rows, the input {input_ids.shape[0]}; make a cache for this batch")
         positions = cache.begin(input_ids.shape[1], static_length)
         masks = self._masks.cached(positions, cache.read_length)
+        if self._last_position is not None:
+            positions = positions.clamp(max=self._last_position)
         return self._run(input_ids, positions, masks, taps, cache)
 
     @torch.no_grad()
@@ -254,11 +265,11 @@ class Verifier:
         with self._residual_streams(tapped, taps) as last:
             cached: dict[str, Any] = {self._cache_argument: cache, "use_cache": cache is not None}
             self._decoder(input_ids=input_ids, attention_mask=masks, position_ids=positions, **cached)
-        return VerifierOutput(hidden_states=tapped, last_hidden_state=last[0].to(self.device))
+        return VerifierOutput(hidden_states=tapped, last_hidden_state=last[-1].to(self.device))
 
     @contextmanager
     def _residual_streams(self, tapped: Tensor, taps: Sequence[int]) -> Iterator[list[Tensor]]:
-        """While open, a decoder forward writes its taps into `tapped` and leaves the stream before the final norm in the list."""
+        """While open, a decoder forward writes its taps into `tapped` and leaves the stream before the final norm last in the list."""
         last: list[Tensor] = []
         size = self.hidden_size
 
@@ -296,6 +307,11 @@ class Verifier:
                 f"{name!r} has an embedding of {_describe(embedding.weight)} and a head of {_describe(head)};"
                 " a verifier needs both in one shape and floating point: choose a release whose head is not quantised"
             )
+        if embedding.weight.shape[1] != config.hidden_size:
+            raise CheckpointError(
+                f"{name!r} has an embedding {embedding.weight.shape[1]} wide and layers {config.hidden_size} wide; a drafter reads both as"
+                " one residual stream: choose another verifier"
+            )
         scale = getattr(embedding, "embed_scale", None)
         if isinstance(scale, Tensor):
             scale = float(scale.to(embedding.weight.dtype))  # rounded as Gemma rounds it
@@ -312,7 +328,7 @@ class Verifier:
             stop_token_ids=stops,
             name_or_path=name,
             architectures=tuple(self.model.config.architectures or (type(self.model).__name__,)),
-            config=config.to_dict(),
+            config=facts(config),
             unused_token_ids=unused_special_tokens(self.tokenizer, stops, len(embedding.weight)),
         )
 
@@ -324,7 +340,11 @@ class Verifier:
         name, input_ids = self.weights.name_or_path, torch.arange(6, device=self.device)[None]
         with self._residual_streams(torch.empty(0), ()) as last:
             expected = self.model(input_ids=input_ids, use_cache=False).logits.float()
-        if _relative_error(self.logits(last[0]), expected) > 1e-2:
+        if not expected.isfinite().all():  # such as float16, too narrow for Gemma's residual stream
+            raise CheckpointError(
+                f"{name!r} computes logits that are not finite in {self.dtype}; load it in another dtype, such as bfloat16 or float32"
+            )
+        if not _relative_error(self.logits(last[-1]), expected) <= 1e-2:
             raise CheckpointError(f"{name!r} has logits that are not those of its head after its final norm; choose another verifier")
         cache = self.new_cache(1, 10)
         try:
@@ -332,14 +352,21 @@ class Verifier:
             cache.lengths.fill_(3)
             states = torch.cat([begin.last_hidden_state[:, :3], self.forward(input_ids[:, 3:], cache).last_hidden_state], dim=1)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{name!r} ({type(self.model).__name__}) does not run with a cache of this library: {error}") from error
+            raise CheckpointError(
+                f"{name!r} ({type(self.model).__name__}) does not run with a cache of this library ({error}); choose another verifier"
+            ) from error
         # Rounding in 16 bits moves logits by a few percent, a wrong mask or position by as much as they are.
-        if _relative_error(self.logits(states), expected) > (1e-3 if self.dtype == torch.float32 else 0.25):
-            raise CheckpointError(f"{name!r} ({type(self.model).__name__}) computes other logits with a cache of this library than alone")
+        if not _relative_error(self.logits(states), expected) <= (1e-3 if self.dtype == torch.float32 else 0.25):
+            raise CheckpointError(
+                f"{name!r} ({type(self.model).__name__}) computes other logits with a cache of this library than alone;"
+                " choose another verifier"
+            )
 
 
 def _relative_error(actual: Tensor, expected: Tensor) -> float:
-    return float((actual.to(expected) - expected).norm() / expected.norm().clamp_min(1e-20))
+    """NaN where either is not finite. In float64, since some models mask logits with the lowest float32 there is."""
+    actual, expected = actual.double(), expected.double()
+    return float((actual - expected).norm() / expected.norm().clamp_min(1e-20))
 
 
 def _factor(config: Any, key: str) -> float:
@@ -356,4 +383,7 @@ def _child(decoder: nn.Module, names: Sequence[str], verifier: str) -> Any:
     for name in names:
         if isinstance(child := getattr(decoder, name, None), nn.Module):
             return child
-    raise CheckpointError(f"{verifier!r}: {type(decoder).__name__} has no {' or '.join(names)}, so its residual stream cannot be tapped")
+    raise CheckpointError(
+        f"{verifier!r}: {type(decoder).__name__} has no {' or '.join(names)}, so its residual stream cannot be tapped;"
+        " choose another verifier"
+    )

@@ -81,6 +81,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "EXAONE-4": ("Exaone4Config", {**WINDOWS, "sliding_window_pattern": 2}),
     "Seed-OSS": ("SeedOssConfig", HEADS),
     "StarCoder2": ("Starcoder2Config", {}),
+    "StableLM": ("StableLmConfig", {"partial_rotary_factor": 0.5}),
+    "Falcon": ("FalconConfig", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "Nemotron": ("NemotronConfig", HEADS),
+    "Granite": ("GraniteConfig", {"logits_scaling": 3.0, "embedding_multiplier": 7.0, "residual_multiplier": 0.5}),
+    "nanochat": ("NanoChatConfig", {}),
+    "GPT-2": ("GPT2Config", {}),
+    "GPT-J": ("GPTJConfig", {"rotary_dim": 4}),
+    "GPT-NeoX": ("GPTNeoXConfig", {}),
+    "OPT": ("OPTConfig", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
 }
 
 # Vision-language models, whose text side is the verifier.
@@ -108,6 +117,8 @@ INDEXED = {**ROUTED, **LATENT, "index_topk": 8, "index_head_dim": 8, "index_n_he
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "Qwen3-Next": ("Qwen3NextConfig", {**HEADS, **EXPERTS, **LINEAR, "shared_expert_intermediate_size": 24}, "keeps a recurrent state"),
     "Qwen3.5": ("Qwen3_5TextConfig", {**HEADS, **LINEAR}, "keeps a recurrent state"),
+    "LFM2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"] * 2}, "choose"),
+    "BLOOM": ("BloomConfig", {"n_layer": 4, "n_head": 4}, "does not run with a cache of this library"),
     "Mamba": ("MambaConfig", {}, "keeps a recurrent state"),
     "DeepSeek-V3.2": ("DeepseekV32Config", INDEXED, "layers of type indexed_attention"),
     "Gemma-3n": (

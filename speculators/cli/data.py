@@ -290,6 +290,7 @@ def store(
     from speculators.data.partial import PartialFolder
     from speculators.data.rows import pack, pack_held_out, split_held_out
     from speculators.data.storage import load_conversations
+    from speculators.positions import check_documents
     from speculators.registry import get_algorithm
 
     if verify:
@@ -306,6 +307,8 @@ def store(
     splits = {"train": pack(train_side, row_length, seed)}
     if (held_out_rows := pack_held_out(other_side, row_length, seed)) is not None:
         splits["held_out"] = held_out_rows
+    for rows in splits.values():
+        check_documents(rows.position_ids, target.weights)
     chosen = get_algorithm(method).speculator_class.default_config(target.weights).tapped_layers if taps is None else _layer_ids(taps)
     layout = stores.Layout(tuple(chosen), target.hidden_size, states)
     tokens = sum(int(stores.stored_lengths(rows).sum()) for rows in splits.values())

@@ -189,7 +189,7 @@ class EngineWriter:
         if settings.top_p < 1 or settings.top_k:
             raise ConfigError("our engine draws replies from the full distribution or by min_p; leave top_p and top_k to a server")
         encoder = ChatEncoder.for_verifier(self._verifier, thinking=settings.thinking)
-        limit = min(settings.max_tokens, self._verifier.weights.config.get("max_position_embeddings") or settings.max_tokens)
+        limit = min(settings.max_tokens, self._verifier.context_length or settings.max_tokens)
         generator = TokenGenerator(self._verifier, slots=self._slots, max_length=limit, seed=settings.seed)
         return generator.run_numbered((number, self._job(encoder, number, chat, settings, limit)) for number, chat in chats)
 

@@ -7,14 +7,41 @@ from collections.abc import Sequence
 from numbers import Integral
 from typing import Literal
 
+import torch
+
 from speculators.decoding.calibration import calibration_for
 from speculators.decoding.length_schedules import AutoLength, ConfidenceThreshold, FixedLength, LengthSchedule
 from speculators.decoding.proposal import Drafter
 from speculators.decoding.sampling import SamplingParams
-from speculators.errors import ConfigError, DataError
+from speculators.errors import ConfigError, DataError, PairingError
+from speculators.speculator import Speculator
 from speculators.verifier import Verifier
 
 AUTO: Literal["auto"] = "auto"
+
+
+def check_pair(verifier: Verifier, drafter: Drafter | None) -> None:
+    """Refuse a drafter whose layers cannot take what the verifier hands them.
+
+    Raises:
+        PairingError: it was made for a verifier of another vocabulary or width.
+        ConfigError: its weights are of a dtype that the verifier's hidden states do not fit into.
+    """
+    if not isinstance(drafter, Speculator):
+        return
+    own, given = drafter.verifier, verifier.weights
+    if own.embedding.shape != given.embedding.shape:
+        raise PairingError(
+            f"this {drafter.method} drafter belongs to {own.name_or_path!r}, of {own.vocab_size} tokens and hidden size {own.hidden_size},"
+            f" but {given.name_or_path!r} has {given.vocab_size} and {given.hidden_size}; decode with its own verifier or train one for"
+            " this"
+        )
+    dtype = next(drafter.parameters()).dtype
+    if torch.promote_types(dtype, verifier.dtype) != dtype:
+        raise ConfigError(
+            f"the drafter's weights are {dtype}, the verifier's {verifier.dtype}; convert the drafter with"
+            " drafter.to(verifier.dtype), or load the verifier in the drafter's dtype"
+        )
 
 
 def check_draft_tokens(drafter: Drafter | None, requested: int | Literal["auto"] | None) -> int:
@@ -94,11 +121,13 @@ def check_prompts(verifier: Verifier, prompts: Sequence[Sequence[int]], sampling
         DataError: there are none, or one is no list of token ids, is empty, holds ids outside the vocabulary, or leaves no room for
             its reply.
     """
+    if not hasattr(prompts, "__len__"):
+        raise DataError(f"prompts must be a list of lists of token ids, not {type(prompts).__name__}")
     if not len(prompts):
         raise DataError("there are no prompts to decode; pass at least one")
-    context = verifier.weights.config.get("max_position_embeddings")
+    context = verifier.context_length
     for index, prompt in enumerate(prompts):
-        if not isinstance(prompt, Sequence) or not all(isinstance(token, Integral) for token in prompt):
+        if not isinstance(prompt, Sequence) or not all(map(_is_token_id, prompt)):
             raise DataError(
                 f"prompt {index} must be a list of token ids, and prompts a list of such lists, but this one is {reprlib.repr(prompt)};"
                 " encode text with Verifier.encode_chat, and turn a tensor into a list with tolist()"
@@ -112,3 +141,7 @@ def check_prompts(verifier: Verifier, prompts: Sequence[Sequence[int]], sampling
                 f"prompt {index} has {len(prompt)} tokens, with max_new_tokens {sampling.max_new_tokens} that exceeds the context of"
                 f" {context} tokens of {verifier.weights.name_or_path!r}; shorten the prompt or lower max_new_tokens"
             )
+
+
+def _is_token_id(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)

@@ -231,7 +231,7 @@ def _measure_batch(
     device, most_drafts = verifier.device.type, max(drafts)
     # A prefill is cheap on a GPU: rows begin anew for each number of drafts, and are never far from their typical length.
     parts = [[count] for count in drafts] if device == "cuda" else [list(drafts)]
-    plan = made_up_rows(lengths, parts, device, verifier.weights.config.get("max_position_embeddings"))
+    plan = made_up_rows(lengths, parts, device, verifier.context_length)
     generator = torch.Generator().manual_seed(0)
     sizes = (plan.longest, *[plan.typical] * (rows - 1))
     prompts = [torch.randint(verifier.vocab_size, (size,), generator=generator).tolist() for size in sizes]

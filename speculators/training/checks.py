@@ -11,6 +11,7 @@ import torch
 
 from speculators.data.rows import PackedRows
 from speculators.errors import ConfigError
+from speculators.positions import check_documents
 from speculators.speculator import Speculator
 from speculators.training.build import build_speculator
 from speculators.training.config import TrainingConfig
@@ -60,13 +61,16 @@ def check_run(
 
     Raises:
         ConfigError: settings contradict each other, the verifier, the hidden states, or the run that is resumed; a package is missing.
-        DataError: the output folder, the disk or the store of hidden states cannot be used.
+        DataError: the output folder, the disk or the store of hidden states cannot be used, or conversations exceed the verifier's context.
         CheckpointError, PairingError: what training starts from cannot be.
     """
     world = World.current()
     dtype = training_dtype(config, verifier.device, verifier.dtype)
     config.rows_per_micro_batch(world.size)
     check_loggers(config.loggers)
+    for part in (rows, held_out):
+        if part is not None:
+            check_documents(part.position_ids, verifier.weights)
     folder = None if config.output is None else RunFolder(config.output)
     stored = _stored_state(folder, resume, world)
     data, settings = fingerprint(rows), run_settings(config, dtype, verifier.dtype)
