@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -19,7 +20,7 @@ from transformers import (
 )
 
 from speculators.attention import AttentionMasks
-from speculators.errors import CheckpointError, ConfigError
+from speculators.errors import CheckpointError, ConfigError, SpeculatorsError
 
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -52,10 +53,20 @@ def load_model(
     try:
         config = AutoConfig.from_pretrained(source, **remote)
         refuse_unsupported(config, _model_class(config), name)
-        model, report = _auto_class(config).from_pretrained(source, config=config, dtype=weights_dtype, output_loading_info=True, **remote)
+        model, report = _auto_class(config).from_pretrained(
+            source, config=config, dtype=weights_dtype, output_loading_info=True, ignore_mismatched_sizes=True, **remote
+        )
         tokenizer = _load_tokenizer(source, remote)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise _cannot_load(name, error) from error
+    except SpeculatorsError:
+        raise
+    except Exception as error:  # transformers raises whatever a stranger's files make its code meet
+        raise cannot_load(name, error) from error
+    if mismatched := sorted(report["mismatched_keys"]):
+        key, stored, built = mismatched[0]
+        raise CheckpointError(
+            f"the files of the verifier {name!r} hold {key} of shape {tuple(stored)} where its config.json makes it {tuple(built)}; fetch"
+            " both again"
+        )
     if missing := sorted(report["missing_keys"]):
         raise CheckpointError(f"the files of the verifier {name!r} lack {len(missing)} of its tensors, {missing[0]} first; fetch it again")
     model = model.to(device)
@@ -91,8 +102,8 @@ def load_chat_facts(name: str, *, revision: str | None = None, trust_remote_code
     try:
         config = AutoConfig.from_pretrained(source, **remote)
         tokenizer = _load_tokenizer(source, remote)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise _cannot_load(name, error) from error
+    except Exception as error:  # as in `load_model`
+        raise cannot_load(name, error) from error
     try:
         generation = GenerationConfig.from_pretrained(source, revision=revision or "main")
     except OSError:  # a verifier need not have one
@@ -109,8 +120,13 @@ def stop_token_ids(generation: Any, config: Any, tokenizer: Any) -> tuple[int, .
     return ()
 
 
-def _cannot_load(name: str, error: Exception) -> CheckpointError:
-    reason = str(error).strip().splitlines()[0].rstrip(".")
+def cannot_load(name: str, error: Exception) -> CheckpointError:
+    """One sentence of whatever transformers raised."""
+    lines = str(error).strip().splitlines() or [""]
+    # Its validators name themselves first, and what they found last.
+    reason = lines[-1 if isinstance(error, StrictDataclassError) else 0].strip().rstrip(".")
+    if not isinstance(error, OSError | ValueError | RuntimeError | ImportError | SafetensorError | StrictDataclassError):
+        reason = f"{type(error).__name__} {reason}".strip()  # such as KeyError, whose text is the key alone
     return CheckpointError(f"cannot load the verifier {name!r}: {reason}; pass a complete folder or another Hub name")
 
 

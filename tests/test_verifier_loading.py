@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from chat_tokenizer import chat_tokenizer
 from safetensors.torch import load_file
 from tiny_models import tiny_model, tiny_verifier
 from torch import Tensor
@@ -88,6 +90,53 @@ def test_damaged_and_incomplete_folders_fail_at_load(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(CheckpointError, match="cannot load the verifier"):
+        Verifier.from_pretrained(tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize("content", ["", "{not", "[]", "null", "5", "\xff\x00"])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"])
+def test_files_of_other_content_are_one_sentence(tmp_path: Path, name: str, content: str) -> None:
+    tiny_model("llama", vocab_size=len(chat_tokenizer())).save_pretrained(tmp_path)
+    chat_tokenizer().save_pretrained(tmp_path)
+    whole = Verifier.from_pretrained(tmp_path, device="cpu")
+    (tmp_path / name).write_text(content, encoding="latin-1")
+    try:
+        assert Verifier.from_pretrained(tmp_path, device="cpu").stop_token_ids  # transformers goes without a file that holds no JSON
+        assert name == "generation_config.json" and whole.stop_token_ids
+    except CheckpointError as error:
+        assert "cannot load the verifier" in str(error) and "; pass a complete folder" in str(error) and "\n" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_size": "x"}, "hidden_size"),
+        ({"num_attention_heads": 0}, "ZeroDivisionError"),
+        ({"rope_parameters": {"rope_type": "spiral"}}, "KeyError 'spiral'"),
+        ({"hidden_act": "spiral"}, "KeyError 'spiral'"),
+        ({"eos_token_id": "x"}, "eos_token_id"),
+        ({"layer_types": ["spiral"] * 4}, "layer_types"),
+        ({"head_dim": 7}, "even rotary dimension"),
+        ({"model_type": "spiral"}, "spiral"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "optimum"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_a_configuration_that_transformers_cannot_build_is_one_sentence(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(CheckpointError, match="cannot load the verifier") as refused:
+        Verifier.from_pretrained(tmp_path, device="cpu")
+    assert words in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("changes", [{"vocab_size": 70}, {"num_key_value_heads": 1}, {"intermediate_size": 50}], ids=str)
+def test_a_configuration_of_another_shape_than_the_files_names_the_tensor(tmp_path: Path, changes: dict[str, Any]) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(CheckpointError, match=r"hold \S+\.weight of shape \(\d+, \d+\) where its config.json makes it \(\d+, \d+\)"):
         Verifier.from_pretrained(tmp_path, device="cpu")
 
 

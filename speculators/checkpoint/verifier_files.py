@@ -23,7 +23,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from speculators.checkpoint.storage import INDEX_FILE, WEIGHTS_FILE, problem
 from speculators.checkpoint.validation import FLOAT_DTYPES
 from speculators.data.default_verifier import DEFAULT_VERIFIER_NAME, default_verifier_folder
-from speculators.errors import CheckpointError
+from speculators.errors import CheckpointError, SpeculatorsError
+from speculators.loading import cannot_load
 from speculators.speculator import VerifierWeights
 from speculators.verifier import Verifier
 
@@ -49,9 +50,10 @@ def read_verifier_weights(
     try:
         config = AutoConfig.from_pretrained(files.source, revision=revision, trust_remote_code=trust_remote_code)
         model = _model_without_memory(config, trust_remote_code)
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0].rstrip(".")
-        raise CheckpointError(f"cannot load the verifier {name_or_path!s}: {reason}; pass a complete folder or another Hub name") from None
+    except SpeculatorsError:
+        raise
+    except Exception as error:  # as in `load_model`
+        raise cannot_load(str(name_or_path), error) from None
     empty = Verifier(model, None, str(name_or_path)).weights
     names: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from numbers import Real
 from statistics import NormalDist
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -99,7 +100,8 @@ class ConfidenceThreshold(FixedLength):
     needs_confidence = True
 
     def __init__(self, threshold: float) -> None:
-        if not 0 <= threshold <= 1:
+        given: Any = threshold
+        if not isinstance(given, Real) or not 0 <= threshold <= 1:
             raise ConfigError(f"confidence_threshold {threshold} must be between 0 (keep every draft) and 1")
         self._threshold = threshold
 

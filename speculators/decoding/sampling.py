@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Literal
+from numbers import Integral, Real
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from speculators.kernels.markov_sampling import MarkovChain, markov_sampling
 
 # Elements of one temporary [rows, vocabulary] tensor: 2^26 float64 are half a GiB.
 MAX_ELEMENTS = 1 << 26
+
+_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")
+_WHOLE_NUMBERS = ("top_k", "seed", "max_new_tokens")
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class SamplingParams:
             distribution and accepts at least as many (see `rejection`).
 
     Raises:
-        ConfigError: a value is outside its range.
+        ConfigError: a value is outside its range, or no number.
     """
 
     temperature: float = 0.0
@@ -54,6 +58,7 @@ class SamplingParams:
     verification: Literal["standard", "block"] = "standard"
 
     def __post_init__(self) -> None:
+        self._check_types()
         rules = (
             ("temperature", self.temperature >= 0, "at least 0 (0 is greedy)"),
             # Outside, float32 logits divided by it are infinite or undefined.
@@ -68,8 +73,18 @@ class SamplingParams:
         for name, holds, rule in rules:
             if not holds:
                 raise ConfigError(f"sampling: {name} = {getattr(self, name)} must be {rule}")
-        if self.stop_token_ids is not None:  # any sequence, kept so that the request can be a key
-            object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+
+    def _check_types(self) -> None:
+        for names, kind, rule in ((_NUMBERS, Real, "a number"), (_WHOLE_NUMBERS, Integral, "a whole number")):
+            for name in names:
+                if not isinstance(getattr(self, name), kind):
+                    raise ConfigError(f"sampling: {name} = {getattr(self, name)!r} must be {rule}")
+        if self.stop_token_ids is None:
+            return
+        ids: Any = self.stop_token_ids  # any sequence, kept so that the request can be a key
+        if not isinstance(ids, Collection) or not all(isinstance(token, Integral) and 0 <= int(token) < 1 << 63 for token in ids):
+            raise ConfigError(f"sampling: stop_token_ids = {ids!r} must be a list of token ids of at least 0, or None for the verifier's")
+        object.__setattr__(self, "stop_token_ids", tuple(ids))
 
     @property
     def greedy(self) -> bool:
