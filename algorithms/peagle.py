@@ -225,7 +225,11 @@ def _ragged(lengths: Tensor, total: int) -> tuple[Tensor, Tensor]:
         runners=("V1",),
         minimum_version="0.26.0",
         needs=serving_needs,
-        plugin=PluginParts(complete=complete_vllm_config),
+        plugin=PluginParts(
+            speculator="speculators.serving.peagle_speculator:PEagleSpeculator",
+            lifts=("parallel drafting for EAGLE speculative decoding",),
+            complete=complete_vllm_config,
+        ),
     ),
 )
 class PEagle(InputFusion):

@@ -61,7 +61,8 @@ class PluginParts:
 
     Attributes:
         models: drafter models by the architecture under which vLLM looks them up.
-        speculator: subclass of vLLM's own speculator (V2 runner) that drafts for the algorithm's method.
+        speculator: subclass of vLLM's own speculator (V2 runner) that drafts for the algorithm's method with its options.
+        lifts: what vLLM says its V2 runner does not support, in its words, and `speculator` does.
         complete: called as complete(config.json, transformers config made of it) to add what vLLM does not take over;
             edits the second in place.
         proposer: drafts for algorithms that vLLM has no method for (V1 runner).
@@ -69,6 +70,7 @@ class PluginParts:
 
     models: dict[str, str] = field(default_factory=dict)
     speculator: str | None = None
+    lifts: tuple[str, ...] = ()
     complete: Callable[[dict[str, Any], dict[str, Any]], None] | None = None
     proposer: str = "speculators.serving.proposer:SpeculatorProposer"
 
@@ -81,7 +83,7 @@ class VllmServing:
         method: the `method` of vLLM's `--speculative-config`; None when vLLM has no native drafter for it.
         architecture: the name written into `architectures` of config.json.
         options: further keys of the speculative config, e.g. `{"parallel_drafting": True}`.
-        runners: vLLM model runners that can serve it, best first.
+        runners: vLLM model runners that can serve it without the plugin, best first.
         minimum_version: the oldest vLLM that is known to serve it.
         needs: from a configuration, everything in it that not every vLLM serves as it is.
         plugin: what the plugin adds.
@@ -96,6 +98,18 @@ class VllmServing:
     needs: Callable[[Any], Sequence[Need]] = lambda _: ()
     plugin: PluginParts = field(default_factory=PluginParts)
     sglang: tuple[str, ...] = ()
+
+    def describes(self, settings: Any) -> bool:
+        """Whether vLLM's speculative config has the algorithm's method and options."""
+        absent = object()
+        own = {"method": self.method, **self.options}
+        return all(getattr(settings, key, absent) == value for key, value in own.items())
+
+    @property
+    def runners_with_plugin(self) -> tuple[str, ...]:
+        """The model runners that can serve it where vLLM finds the plugin, best first."""
+        added = ("V2",) if self.plugin.speculator is not None and "V2" not in self.runners else ()
+        return (*added, *self.runners)
 
     def caveats(self, config: Any) -> list[str]:
         """What no vLLM release serves by itself in a configuration, or one model runner only; a sentence each."""

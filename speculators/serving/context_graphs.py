@@ -70,7 +70,8 @@ def replay_context() -> None:
     @functools.wraps(capture)
     def capture_both(self: Any) -> None:
         capture(self)
-        if self.query_cudagraph_manager.needs_capture():
+        injects = hasattr(self.model, "precompute_and_store_context_kv")  # a subclass may have another way
+        if injects and self.query_cudagraph_manager.needs_capture():
             record_context(self, _graph_recorder())
 
     setattr(capture_both, DONE, True)

@@ -116,7 +116,7 @@ def plan(
 
     plugin_usable = plugin and PLUGIN_NAME in environment.get(PLUGINS_VARIABLE, PLUGIN_NAME).split(",")
     uses_plugin = serving.method is None
-    runners = list(serving.runners) if serving.method is not None else ["V1"]
+    runners = list(serving.runners_with_plugin if plugin_usable else serving.runners) if serving.method is not None else ["V1"]
     if uses_plugin:
         _require_plugin(Need(f"vLLM has no drafter of its own for {method}", plugin=True), plugin_usable)
         notes.append("the drafter reads its context anew in every round and runs without CUDA graphs, on one GPU")

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 from speculators.errors import SpeculatorsError
-from speculators.registry import Algorithm, algorithms
+from speculators.registry import Algorithm, PluginParts, algorithms
 from speculators.serving.context_graphs import replay_context
 from speculators.serving.cpu_repairs import repair_cpu
 from speculators.serving.translation import translate
@@ -112,24 +112,36 @@ def _add_models(registered: dict[str, Algorithm]) -> None:
 
 
 def _add_speculators(registered: dict[str, Algorithm]) -> None:
-    """Build our subclass of vLLM's speculator where an algorithm declares one."""
-    classes = {a.serving.method: a.serving.plugin.speculator for a in registered.values() if a.serving.plugin.speculator is not None}
+    """Build our subclass of vLLM's speculator where an algorithm declares one, and let vLLM's V2 runner take it."""
+    from vllm.config import VllmConfig
     from vllm.v1.worker.gpu import spec_decode
 
-    init = spec_decode.init_speculator
+    init, unsupported = spec_decode.init_speculator, VllmConfig._get_v2_model_runner_unsupported_features
     if hasattr(init, DONE):
         return
 
     @functools.wraps(init)
     def init_ours(vllm_config: Any, device: Any, *args: Any, **kwargs: Any) -> Any:  # 0.26 passes less than 0.32
-        name = classes.get(vllm_config.speculative_config.method)
+        name = _parts(registered, vllm_config.speculative_config).speculator
         return init(vllm_config, device, *args, **kwargs) if name is None else load(name)(vllm_config, device)
+
+    @functools.wraps(unsupported)
+    def unsupported_with_ours(self: Any) -> list[str]:
+        lifted = _parts(registered, self.speculative_config).lifts
+        return [feature for feature in unsupported(self) if feature not in lifted]
 
     setattr(init_ours, DONE, True)
     spec_decode.init_speculator = init_ours
     runner = sys.modules.get("vllm.v1.worker.gpu.model_runner")
     if runner is not None:  # it was imported before, and holds the function under its own name
         setattr(runner, "init_speculator", init_ours)  # noqa: B010 (unknown to type checkers)
+    VllmConfig._get_v2_model_runner_unsupported_features = unsupported_with_ours
+
+
+def _parts(registered: dict[str, Algorithm], settings: Any) -> PluginParts:
+    """What the plugin adds for vLLM's speculative config; of several algorithms with its method, the one that declares most of it."""
+    described = [algorithm.serving for algorithm in registered.values() if algorithm.serving.describes(settings)]
+    return max(described, key=lambda serving: len(serving.options)).plugin if described else PluginParts()
 
 
 def _replay_context(registered: dict[str, Algorithm]) -> None:

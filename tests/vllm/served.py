@@ -45,6 +45,7 @@ DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "dspark-reduced": ("dspark", {**_BLOCK, "markov_rank": 16, "draft_vocab_size": 96}),
     "dflash-reduced": ("dflash", {**_BLOCK, "draft_vocab_size": 96}),
     "eagle3-reduced": ("eagle3", {**_TAPS, "num_layers": 1, "draft_vocab_size": 96}),
+    "peagle-reduced": ("peagle", {**_BLOCK, "draft_vocab_size": 96}),
     "toy": ("toy", {"num_draft_tokens": K, "tap": 2}),
 }
 STEPS = 150

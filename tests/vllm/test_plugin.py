@@ -38,9 +38,11 @@ def test_a_third_party_algorithm_drafts_inside_vllm() -> None:
     assert config.speculative_config.num_speculative_tokens == served.K  # from the checkpoint
 
 
-def test_our_method_string_is_accepted_where_vllm_has_another() -> None:
-    config = drafted_with({"method": "peagle", "model": served.checkpoint("peagle"), "num_speculative_tokens": served.K}, "peagle")
+@pytest.mark.parametrize("name", ["peagle", "peagle-reduced"])
+def test_peagle_drafts_in_the_second_runner_under_our_method_string(name: str) -> None:
+    config = drafted_with({"method": "peagle", "model": served.checkpoint(name), "num_speculative_tokens": served.K}, name)
     assert config.speculative_config.method == "eagle3" and config.speculative_config.parallel_drafting
+    assert config.use_v2_model_runner
 
 
 def test_a_checkpoint_without_a_method_says_itself_what_it_is() -> None:
