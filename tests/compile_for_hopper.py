@@ -33,6 +33,7 @@ from speculators.kernels.residual_norm import add_rms_norm, joined_norms, rms_no
 from speculators.kernels.round_outcome import RowState, round_outcome
 from speculators.kernels.skinny_linear import skinny_gated_linear, skinny_linear
 from speculators.kernels.visible_keys import VisibleKeys
+from speculators.serving.draft_layout import Rows, Verified, lay_out
 
 CHOICE: Any = {"implementation": "triton"}
 
@@ -120,8 +121,18 @@ def training() -> None:
         distillation_loss(hidden, head, hidden, labels, ones, cross_entropy=0.1, l1=0.9, kl=0.0, **CHOICE)
 
 
+def serving() -> None:
+    """What lays out P-EAGLE's rows, with the two widths of integers that releases of vLLM number requests in."""
+    numbers, ids, floats = torch.zeros(64, dtype=torch.int64), torch.zeros(64, dtype=torch.int32), torch.zeros(64)
+    for states in (ids, numbers):
+        rows = Rows(ids, numbers, numbers, ids, ids[:8], numbers, numbers, states, floats, numbers)
+        verified = Verified(ids, numbers, ids, states, ids, ids, numbers, ids, floats, numbers)
+        sizes: dict[str, int] = {"most_rows_of_one": 14, "block_size": 16, "masks": 6, "mask_token": 5, "longest": 4096}
+        lay_out(rows, numbers, verified, ids[:3], torch.zeros(8, 256, dtype=torch.int32), **sizes)
+
+
 def main() -> None:
-    """Compile the kernels of one dtype, with `others` those whose dtype costs no shared memory, or those of training."""
+    """Compile the kernels of one dtype, with `others` those whose dtype costs no shared memory, or those of training or serving."""
     compiled: list[dict[str, Any]] = []
     run = triton.runtime.jit.JITFunction.run
 
@@ -140,7 +151,7 @@ def main() -> None:
     launch.enabled, launch._supported = True, lambda device: True
     launch.shared_memory = lambda device: 232_448  # CUDA C++ programming guide, compute capability 9.0: 227 KiB
     with torch.no_grad():
-        {"others": others, "training": training}.get(sys.argv[1], lambda: products(getattr(torch, sys.argv[1])))()
+        {"others": others, "training": training, "serving": serving}.get(sys.argv[1], lambda: products(getattr(torch, sys.argv[1])))()
     print(json.dumps(compiled))
 
 

@@ -31,6 +31,12 @@ def test_training_attention_and_losses_fit_in_shared_memory() -> None:
     assert all(kernel["shared"] <= kernel["room"] for kernel in compiled)
 
 
+def test_the_rows_of_a_served_drafter_compile() -> None:
+    compiled = compile_kernels("serving")
+    assert [kernel["kernel"] for kernel in compiled] == ["_lay_out_kernel"] * 2
+    assert all(kernel["shared"] == 0 for kernel in compiled)
+
+
 @pytest.mark.parametrize("part", ["float32", "bfloat16", "others"])
 def test_kernels_fit_in_shared_memory_and_touch_nothing_before_they_wait(part: str) -> None:
     compiled = compile_kernels(part)

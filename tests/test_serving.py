@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,11 +20,12 @@ from speculators.cli.main import app
 from speculators.decoding.calibration import Calibration
 from speculators.decoding.step_times import StepTimes
 from speculators.errors import CheckpointError, ConfigError, DataError, PairingError
-from speculators.registry import get_algorithm
+from speculators.registry import PluginParts, algorithms, get_algorithm
 from speculators.serving import plan, speculative_config
 from speculators.serving.deployment import deploy
 from speculators.serving.pairing import check_pair
 from speculators.serving.plan import ServingPlan
+from speculators.serving.plugin import parts_for
 from speculators.serving.translation import CHECKPOINT_KEY, translate
 from speculators.serving.versions import installed, outside_tested, release
 
@@ -88,7 +90,7 @@ def test_a_fill_in_block_drafts_one_token_fewer_than_it_has_slots(tmp_path: Path
 
 def test_the_command_pins_the_runner_where_one_alone_serves(folder: Path) -> None:
     runner = {method: checked(folder, method).environment.get("VLLM_USE_V2_MODEL_RUNNER") for method in (*METHODS, "toy")}
-    assert runner == {"dflash": None, "dspark": "1", "eagle3": None, "peagle": "0", "toy": "0"}
+    assert runner == {"dflash": None, "dspark": "1", "eagle3": None, "peagle": None, "toy": "0"}
     with pytest.raises(ConfigError, match="VLLM_USE_V2_MODEL_RUNNER=0 chooses a model runner that does not serve this dspark drafter"):
         checked(folder, "dspark", environment={"VLLM_USE_V2_MODEL_RUNNER": "0"})
 
@@ -207,6 +209,26 @@ def test_a_drafter_without_a_sequential_head_needs_the_plugin(folder: Path, tmp_
     save(drafter("dspark", markov_rank=0), tmp_path)
     with pytest.raises(ConfigError, match="markov_rank = 0: vLLM builds a sequential head of no columns"):
         plan(tmp_path, verifier=str(folder / "verifier"), environment=QUIET, plugin=False)
+
+
+def test_peagle_is_served_by_the_second_runner_where_the_plugin_is(folder: Path) -> None:
+    variable = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+    assert checked(folder, "peagle", environment=variable).notes[-1] == "model runner V2 through the plugin or V1"
+    alone = checked(folder, "peagle", plugin=False)
+    assert alone.environment == {"VLLM_USE_V2_MODEL_RUNNER": "0"} and alone.notes[-1] == "model runner V1"
+    with pytest.raises(ConfigError, match="VLLM_USE_V2_MODEL_RUNNER=1 chooses a model runner that does not serve this peagle drafter"):
+        checked(folder, "peagle", plugin=False, environment=variable)
+
+
+def test_a_speculator_belongs_to_the_drafters_that_have_its_method_and_options() -> None:
+    def speculator(method: str, *, parallel_drafting: bool) -> str | None:
+        return parts_for(algorithms(), SimpleNamespace(method=method, parallel_drafting=parallel_drafting)).speculator
+
+    assert speculator("eagle3", parallel_drafting=False) is None  # vLLM's own
+    assert speculator("eagle3", parallel_drafting=True) == get_algorithm("peagle").serving.plugin.speculator
+    assert speculator("dspark", parallel_drafting=True) == get_algorithm("dspark").serving.plugin.speculator
+    assert speculator("ngram", parallel_drafting=False) is None
+    assert parts_for(algorithms(), None) == PluginParts()  # vLLM without a drafter
 
 
 def test_a_third_party_algorithm_needs_the_plugin_and_runs_eagerly(folder: Path) -> None:

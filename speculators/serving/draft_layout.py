@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PAD = -1  # a slot that is not written; the request of a sample that is not drawn
+PAD = -1  # no slot is written, no verified token's features belong there, no sample is drawn
 _BLOCK = 128
 
 
@@ -65,7 +65,7 @@ class Rows:
     Attributes:
         token_ids: [N] int32.
         positions: [N] int64.
-        features: [N] int64: 1 + the verified token whose features belong in the row, or 0, the features that MASK slots share.
+        features: [N] int64, the verified token whose features belong in the row; PAD for those that MASK slots share.
         starts: [R + 1] int32.
         lengths: [R] int32, what attention sees of each sequence; 0 past the last request.
         sample_rows: [R * K] int64, rows whose outputs predict the draft tokens.
@@ -141,7 +141,7 @@ def _lay_out_kernel(
             tl.store(out_sample_states + i + lane, PAD, mask=inside)
         for i in range(last + block * BLOCK, most_rows, stride):
             tl.store(out_slots + i + lane, PAD, mask=i + lane < most_rows)
-            tl.store(out_features + i + lane, 0, mask=i + lane < most_rows)
+            tl.store(out_features + i + lane, PAD, mask=i + lane < most_rows)
         return
 
     state = tl.load(states + request)
@@ -168,7 +168,7 @@ def _lay_out_kernel(
     written = used & (page != 0)  # vLLM's page 0 is nobody's
     tl.store(out_token_ids + row_start + row, tl.where(index == kept - 1, following, token), mask=inside)
     tl.store(out_positions + row_start + row, at, mask=inside)
-    tl.store(out_features + row_start + row, tl.where(real, first + index + 1, 0), mask=inside)
+    tl.store(out_features + row_start + row, tl.where(real, first + index, PAD), mask=inside)
     tl.store(out_slots + row_start + row, tl.where(written, page * block_size + at % block_size, PAD), mask=inside)
 
     if block == 0:

@@ -19,6 +19,7 @@ from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 from vllm.v1.worker.gpu.spec_decode.eagle.utils import load_eagle_model
 
+from speculators.kernels.hidden_state_scatter import hidden_state_scatter
 from speculators.serving.draft_layout import PAD, Rows, Verified, lay_out, rows_needed
 
 
@@ -42,7 +43,7 @@ class PEagleSpeculator(DFlashSpeculator):  # type: ignore[misc]
         self._rows = Rows(
             token_ids=buffers.input_ids,
             positions=buffers.positions,
-            features=torch.zeros(self.max_num_tokens, dtype=torch.int64, device=device),
+            features=torch.full((self.max_num_tokens,), PAD, dtype=torch.int64, device=device),
             starts=buffers.query_start_loc,
             lengths=buffers.seq_lens,
             sample_rows=self.sample_indices,
@@ -54,27 +55,33 @@ class PEagleSpeculator(DFlashSpeculator):  # type: ignore[misc]
         self.hidden_states: Tensor | None = None  # what enters the pass, while it runs; DFlash's is its context
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
-        """The drafter, loaded as EAGLE-3's are."""
+        """The drafter, loaded as EAGLE-3's are, and the hidden state [hidden] that its MASK slots share."""
         config, backend = self.vllm_config, self.speculative_config.attention_backend
         if backend is not None:  # EAGLE-3's loader of vLLM 0.26 leaves it out
             config = replace(config, attention_config=replace(config.attention_config, backend=backend))
-        model: nn.Module = load_eagle_model(target_model, config)
-        return model
+        model: Any = load_eagle_model(target_model, config)
+        with torch.inference_mode():
+            self._mask_hidden: Tensor = model.combine_hidden_states(model.mask_hidden.to(self.dtype))[0]
+        return model  # type: ignore[no-any-return]
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        """Graphs for numbers of requests with 2K rows each, as far as vLLM's capture sizes reach, and the features they read."""
+        """Graphs for numbers of requests with 2K rows each, as far as vLLM's capture sizes reach, and the features they read.
+
+        None where attention takes 2K rows for a prompt: it then plans on the CPU what a graph cannot replay.
+        """
+        builders = [group.get_metadata_builder() for groups in self.attn_groups for group in groups]
+        if any((builder.reorder_batch_threshold or self.num_query_per_req) < self.num_query_per_req for builder in builders):
+            cudagraph_mode = CUDAGraphMode.NONE
         super().init_cudagraph_manager(cudagraph_mode)
         largest = self.vllm_config.compilation_config.max_cudagraph_capture_size or 0
         requests = min(self.max_num_reqs, largest // self.num_query_per_req)
-        self._features = self._feature_memory(requests * (self.num_speculative_steps + 1))
-        self._features[1:] = 0  # rows past a batch are projected too
+        shape = requests * (self.num_speculative_steps + 1), self.model.mask_hidden.shape[-1]
+        self._features = torch.zeros(shape, dtype=self.dtype, device=self.device)
 
-    def _feature_memory(self, tokens: int) -> Tensor:
-        """[1 + tokens, aux features]: what MASK slots share, and room for every verified token."""
-        mask_hidden = self.model.mask_hidden
-        features = mask_hidden.new_empty(1 + tokens, mask_hidden.shape[-1], dtype=self.dtype)
-        features[:1] = mask_hidden
-        return features
+    def capture(self) -> None:
+        """Capture the graphs. What dummy batches left must not name features that a small graph has not."""
+        self._rows.features.fill_(PAD)
+        super().capture()
 
     def _prepare_graph_forward(self, num_reqs: int, attn_metadata: dict[str, Any] | None) -> None:
         """What the graph of vLLM 0.32 begins with."""
@@ -82,11 +89,11 @@ class PEagleSpeculator(DFlashSpeculator):  # type: ignore[misc]
             self._update_draft_decode_metadata(attn_metadata, num_reqs)
 
     def _generate_draft(self, num_reqs: int, num_tokens_padded: int, *args: Any, features: Tensor | None = None, **kwargs: Any) -> None:
-        """Project features [1 + tokens, aux features] (a graph's own if None), spread them over the rows, run and sample."""
+        """Project features [tokens, aux features] (a graph's own if None), spread them over the rows, run and sample."""
         if features is None:
-            features = self._features[: 1 + num_reqs * (self.num_speculative_steps + 1)]
+            features = self._features[: num_reqs * (self.num_speculative_steps + 1)]
         fused = self.model.combine_hidden_states(features)
-        self.hidden_states = fused[self._rows.features[:num_tokens_padded]]
+        self.hidden_states = hidden_state_scatter(fused, self._rows.features[:num_tokens_padded], self._mask_hidden)
         super()._generate_draft(num_reqs, num_tokens_padded, *args, **kwargs)
         self.hidden_states = None
 
@@ -141,9 +148,9 @@ class PEagleSpeculator(DFlashSpeculator):  # type: ignore[misc]
         starts = torch.cat([rows.new_zeros(1), rows.cumsum(0, dtype=torch.int32)])
         total = int(starts[-1])
         self._prepare_eplb_forward(total)
+        taps = [states[:tokens] for states in aux_hidden_states]
         if dummy_run and skip_attn_for_dummy_run:  # memory is measured before there is a cache
-            features = self._gather(aux_hidden_states, self._feature_memory(tokens), tokens)
-            self._generate_draft(requests, total, None, None, None, features=features)
+            self._generate_draft(requests, total, None, None, None, features=torch.cat(taps, dim=-1))
             return self.draft_tokens[:requests]
 
         verified = Verified(
@@ -174,7 +181,7 @@ class PEagleSpeculator(DFlashSpeculator):  # type: ignore[misc]
         if not (replay and getattr(self, "supports_decode_metadata_update", False)):
             metadata = self._metadata(batch, starts, int(rows.max()), input_batch.seq_lens_cpu_upper_bound)
         if replay:
-            self._gather(aux_hidden_states, self._features, tokens)
+            torch.cat(taps, dim=-1, out=self._features[:tokens])
             self.query_cudagraph_manager.run_fullgraph(batch)
         else:
             self._generate_draft(
@@ -183,7 +190,7 @@ class PEagleSpeculator(DFlashSpeculator):  # type: ignore[misc]
                 metadata,
                 build_slot_mappings_by_layer(self.block_tables.slot_mappings[:, : batch.num_tokens], self.kv_cache_config),
                 getattr(across_dp, "num_tokens_across_dp", across_dp),  # 0.32 wraps it
-                features=self._gather(aux_hidden_states, self._feature_memory(tokens), tokens),
+                features=torch.cat(taps, dim=-1),
             )
         return self.draft_tokens[:requests]
 
@@ -255,11 +262,6 @@ class PEagleSpeculator(DFlashSpeculator):  # type: ignore[misc]
             is_prefilling=torch.zeros(padded, dtype=torch.bool),
             causal=True,
         )
-
-    def _gather(self, aux_hidden_states: list[Tensor], out: Tensor, tokens: int) -> Tensor:
-        """Put the verified tokens' features [tokens, hidden] a tap side by side, behind those that MASK slots share."""
-        torch.cat([states[:tokens] for states in aux_hidden_states], dim=-1, out=out[1 : 1 + tokens])
-        return out[: 1 + tokens]
 
 
 def _to_gpu(numbers: Tensor, device: torch.device) -> Tensor:

@@ -18,7 +18,7 @@ from speculators.decoding.batch_schedule import num_speculative_tokens_per_batch
 from speculators.decoding.calibration import ALL_DOMAINS, stored_calibrations
 from speculators.decoding.step_times import StepTimes
 from speculators.errors import CheckpointError, ConfigError
-from speculators.registry import Need, get_algorithm
+from speculators.registry import Need, VllmServing, get_algorithm
 from speculators.serving.arguments import budget_arguments, number_of_sequences, refuse_ours
 from speculators.serving.config import build, check_draft_tokens
 from speculators.serving.pairing import check_pair
@@ -151,7 +151,7 @@ def plan(
         environment=_runner_variable(runners, method, environment),
         version=version,
         plugin=uses_plugin,
-        notes=(*notes, *said, f"model runner {' or '.join(runners)}"),
+        notes=(*notes, *said, _runner_note(runners, serving)),
     )
 
 
@@ -228,6 +228,13 @@ def _verifier_name(config: SpeculatorConfig, given: str | None, checkpoint: str 
     if name is None:
         raise ConfigError(f"{checkpoint} does not name its verifier; pass --verifier")
     return str(default_verifier_folder()) if name == DEFAULT_VERIFIER_NAME else name
+
+
+def _runner_note(runners: Sequence[str], serving: VllmServing) -> str:
+    """The runners that vLLM may take, and which of them only the plugin makes fit."""
+    only_there = set(serving.runners_with_plugin) - set(serving.runners)
+    names = [f"{name} through the plugin" if name in only_there else name for name in runners]
+    return f"model runner {' or '.join(names)}"
 
 
 def _runner_variable(runners: Sequence[str], method: str, environment: Mapping[str, str]) -> dict[str, str]:

@@ -122,12 +122,12 @@ def _add_speculators(registered: dict[str, Algorithm]) -> None:
 
     @functools.wraps(init)
     def init_ours(vllm_config: Any, device: Any, *args: Any, **kwargs: Any) -> Any:  # 0.26 passes less than 0.32
-        name = _parts(registered, vllm_config.speculative_config).speculator
+        name = parts_for(registered, vllm_config.speculative_config).speculator
         return init(vllm_config, device, *args, **kwargs) if name is None else load(name)(vllm_config, device)
 
     @functools.wraps(unsupported)
     def unsupported_with_ours(self: Any) -> list[str]:
-        lifted = _parts(registered, self.speculative_config).lifts
+        lifted = parts_for(registered, self.speculative_config).lifts
         return [feature for feature in unsupported(self) if feature not in lifted]
 
     setattr(init_ours, DONE, True)
@@ -138,7 +138,7 @@ def _add_speculators(registered: dict[str, Algorithm]) -> None:
     VllmConfig._get_v2_model_runner_unsupported_features = unsupported_with_ours
 
 
-def _parts(registered: dict[str, Algorithm], settings: Any) -> PluginParts:
+def parts_for(registered: dict[str, Algorithm], settings: Any) -> PluginParts:
     """What the plugin adds for vLLM's speculative config; of several algorithms with its method, the one that declares most of it."""
     described = [algorithm.serving for algorithm in registered.values() if algorithm.serving.describes(settings)]
     return max(described, key=lambda serving: len(serving.options)).plugin if described else PluginParts()

@@ -138,9 +138,9 @@ class Answer:
     cached_tokens: list[int]
 
 
-def answer(llm: LLM, token_ids: list[list[int]], tokens: int = REPLY_TOKENS) -> Answer:
-    """Let vLLM answer prompts greedily, and watch."""
-    sampling = VllmSampling(temperature=0, max_tokens=tokens, ignore_eos=True)
+def answer(llm: LLM, token_ids: list[list[int]], tokens: int = REPLY_TOKENS, temperature: float = 0) -> Answer:
+    """Let vLLM answer prompts, greedily if not told otherwise, and watch."""
+    sampling = VllmSampling(temperature=temperature, max_tokens=tokens, ignore_eos=True, seed=0)
     with recorded_rounds(llm) as rounds:
         outputs = llm.generate([{"prompt_token_ids": ids} for ids in token_ids], sampling, use_tqdm=False)
     noted = {request.partition("-")[0]: of_request for request, of_request in rounds.items()}
