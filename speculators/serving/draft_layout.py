@@ -245,13 +245,12 @@ def lay_out(
     )
 
 
-def rows_needed(verified: Tensor, masks: int, longest: int, at_least: int = 0) -> Tensor:
-    """Rows of each request, from its verified tokens: int32 of the same shape, on the CPU.
+def rows_needed(verified: Tensor, masks: int, longest: int) -> Tensor:
+    """Rows of each request, from its verified tokens (an upper bound is enough): int32 of the same shape.
 
     Args:
-        verified: [R] integers, an upper bound is enough.
+        verified: [R] integers.
         masks: K - 1.
         longest: positions a sequence may have.
-        at_least: a common number of rows, where a graph asks for it.
     """
-    return (verified + masks).clamp(min=at_least, max=longest).to(torch.int32)
+    return (verified + masks).clamp(max=longest).to(torch.int32)

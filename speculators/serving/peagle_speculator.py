@@ -38,8 +38,9 @@ class PEagleSpeculator(DFlashSpeculator):  # type: ignore[misc]
         self.masks = self.num_speculative_steps - 1
         self.num_query_per_req = 2 * self.num_speculative_steps
         self.num_extra_query_per_req = self.masks  # vLLM 0.32 sizes its dummy batches by it
-        most_requests, buffers = self.max_num_reqs, self.input_buffers
-        self._uniform_starts = self.num_query_per_req * torch.arange(most_requests + 1, dtype=torch.int32, device=device)
+        self._uniform_starts = self.num_query_per_req * torch.arange(self.max_num_reqs + 1, dtype=torch.int32)
+        self._uniform_starts_there = self._uniform_starts.to(device)
+        buffers = self.input_buffers
         self._rows = Rows(
             token_ids=buffers.input_ids,
             positions=buffers.positions,
@@ -144,14 +145,14 @@ class PEagleSpeculator(DFlashSpeculator):  # type: ignore[misc]
     ) -> Tensor:
         """Draft tokens [R, K] of every request; see vLLM's `BaseSpeculator.propose`. Never waits for the GPU."""
         requests, tokens = input_batch.num_reqs, input_batch.num_tokens
-        rows, uniform = self._rows_of(input_batch)
-        starts = torch.cat([rows.new_zeros(1), rows.cumsum(0, dtype=torch.int32)])
+        drafts: Tensor = self.draft_tokens[:requests]
+        starts, most_rows_of_one, uniform = self._rows_of(input_batch)
         total = int(starts[-1])
         self._prepare_eplb_forward(total)
         taps = [states[:tokens] for states in aux_hidden_states]
         if dummy_run and skip_attn_for_dummy_run:  # memory is measured before there is a cache
             self._generate_draft(requests, total, None, None, None, features=torch.cat(taps, dim=-1))
-            return self.draft_tokens[:requests]
+            return drafts
 
         verified = Verified(
             token_ids=input_batch.input_ids,
@@ -165,8 +166,8 @@ class PEagleSpeculator(DFlashSpeculator):  # type: ignore[misc]
             temperature=temperature,
             seeds=seeds,
         )
-        row_starts = self._uniform_starts[: requests + 1] if uniform else _to_gpu(starts, self.device)
-        self._lay_out(verified, row_starts, int(rows.max()), dummy_run=dummy_run)
+        row_starts = self._uniform_starts_there[: requests + 1] if uniform else _to_gpu(starts, self.device)
+        self._lay_out(verified, row_starts, most_rows_of_one, dummy_run=dummy_run)
 
         batch, across_dp = dispatch_cg_and_sync_dp(
             self.query_cudagraph_manager,
@@ -179,7 +180,7 @@ class PEagleSpeculator(DFlashSpeculator):  # type: ignore[misc]
         )
         replay = batch.cg_mode == CUDAGraphMode.FULL
         if not (replay and getattr(self, "supports_decode_metadata_update", False)):
-            metadata = self._metadata(batch, starts, int(rows.max()), input_batch.seq_lens_cpu_upper_bound)
+            metadata = self._metadata(batch, starts, most_rows_of_one, input_batch.seq_lens_cpu_upper_bound)
         if replay:
             torch.cat(taps, dim=-1, out=self._features[:tokens])
             self.query_cudagraph_manager.run_fullgraph(batch)
@@ -192,20 +193,19 @@ class PEagleSpeculator(DFlashSpeculator):  # type: ignore[misc]
                 getattr(across_dp, "num_tokens_across_dp", across_dp),  # 0.32 wraps it
                 features=torch.cat(taps, dim=-1),
             )
-        return self.draft_tokens[:requests]
+        return drafts
 
-    def _rows_of(self, input_batch: Any) -> tuple[Tensor, bool]:
-        """Rows [R] of each request, on the CPU, and whether they are those of a graph."""
-        verified = torch.from_numpy(input_batch.num_scheduled_tokens[: input_batch.num_reqs])
-        uniform = (
-            int(verified.max()) <= self.num_speculative_steps + 1
-            and self.num_query_per_req <= self.max_model_len
-            and self.num_query_per_req * len(verified) <= self.max_num_tokens
-        )
-        rows = rows_needed(verified, self.masks, self.max_model_len, self.num_query_per_req if uniform else 0)
+    def _rows_of(self, input_batch: Any) -> tuple[Tensor, int, bool]:
+        """Where each request's rows begin [R + 1] int32, on the CPU; the most rows of one; whether they are those of a graph."""
+        requests, common = input_batch.num_reqs, self.num_query_per_req
+        verified = input_batch.num_scheduled_tokens[:requests]  # at least as many as there are
+        fits = common <= self.max_model_len and common * requests <= self.max_num_tokens
+        if fits and int(verified.max()) <= self.num_speculative_steps + 1:
+            return self._uniform_starts[: requests + 1], common, True
+        rows = rows_needed(torch.from_numpy(verified), self.masks, self.max_model_len)
         if int(rows.sum()) > self.max_num_tokens:  # vLLM's scheduler leaves room for MASK slots, its dummy batches may not
-            rows = rows.clamp(max=self.max_num_tokens // len(rows))
-        return rows, uniform
+            rows = rows.clamp(max=self.max_num_tokens // requests)
+        return torch.cat([rows.new_zeros(1), rows.cumsum(0, dtype=torch.int32)]), int(rows.max()), False
 
     def _lay_out(self, verified: Verified, row_starts: Tensor, most_rows_of_one: int, *, dummy_run: bool) -> None:
         """Fill the pass's inputs, and for every cache group of the drafter the slots it writes."""
