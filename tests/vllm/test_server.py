@@ -21,7 +21,7 @@ import served
 HERE = Path(__file__).parent
 ARGUMENTS = ["--dtype", "float32", "--max-model-len", "128", "--max-num-seqs", "4", "--enforce-eager", "--block-size", "32"]
 NATIVE = ["eagle3", "peagle", "dflash", "dspark", "dspark-fill-in"]
-PLUGIN = ["dspark-gated", "dspark-rnn", "toy"]
+PLUGIN = ["peagle", "dspark-gated", "dspark-rnn", "toy"]
 
 
 @contextmanager
