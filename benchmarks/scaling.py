@@ -14,6 +14,7 @@ share of the step that communication adds: 1 - (time that one GPU alone needs fo
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -193,6 +194,7 @@ def measure_step(
     repetitions: int,
 ) -> Measured:
     """Time whole optimizer steps over `rows` packed rows, one row a micro-batch."""
+    gc.collect()  # the step measured before this one refers to itself: its memory is not this one's
     dtype = weights.embedding.dtype
     config = TrainingConfig(
         method=method,

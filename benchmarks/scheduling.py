@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from speculators.capture import without_collection
 from speculators.cli.common import load_drafter, load_verifier
 from speculators.data.prompts import Prompt, read_prompts
 from speculators.decoding.batch import longest_row
@@ -112,7 +113,9 @@ def timed(
     spans = {span(batch, sampling, 0 if drafts in (None, AUTO) else drafts): batch for batch in batches}
     for batch in batches if drafts == AUTO else spans.values():  # auto meets more shapes, a graph each
         generate(verifier, drafter, batch, sampling, num_draft_tokens=drafts)
-    runs = [[generate(verifier, drafter, batch, sampling, num_draft_tokens=drafts) for batch in batches] for _ in range(repeats)]
+    # Everything ever generated is kept here, and one collection that walks through it is as long as 150 rounds.
+    with without_collection():
+        runs = [[generate(verifier, drafter, batch, sampling, num_draft_tokens=drafts) for batch in batches] for _ in range(repeats)]
     return Timed(max(runs, key=rate), [rate(run) for run in runs])
 
 

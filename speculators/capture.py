@@ -18,9 +18,11 @@ def current_device(device: torch.device) -> AbstractContextManager[object]:
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """No garbage collection while a graph is captured: an older graph that it found would be reset, which a capture forbids."""
+    """No garbage collection while a graph is captured: an older graph that it found would be reset, which a capture forbids.
+
+    Nor before it: among the objects of a few imported libraries one takes longer than a capture, and rounds capture many graphs.
+    """
     enabled = gc.isenabled()
-    gc.collect()
     gc.disable()
     try:
         yield
