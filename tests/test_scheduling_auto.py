@@ -175,6 +175,27 @@ def test_rows_of_one_kind_share_their_curve_and_others_stand_out_by_their_reject
     assert unlike.survival(np.array([False, True, False, False])) == pytest.approx(worst[None])
 
 
+def test_unequal_rows_are_each_expected_to_go_on_as_they_did() -> None:
+    """Where h (1 - a) stands for the hazard, the worst rows are expected to keep a third more than they did."""
+    own = np.repeat([0.3, 0.45, 0.6, 0.75, 0.9], 8)
+    acceptance, generator = RowAcceptance([0.6], 1, rows=len(own)), np.random.default_rng(0)
+    for _ in range(400):
+        acceptance.record([Round(1, int(one), 1 + int(one)) for one in generator.random(len(own)) < own])
+    expected = acceptance.survival(np.ones(len(own), dtype=bool))[:, 0].reshape(5, 8).mean(1)
+    np.testing.assert_allclose(expected, own[::8], atol=0.04)
+
+
+@pytest.mark.parametrize(("cheaper", "drafted"), [(0.99, 2), (0.92, 3)])
+def test_a_length_is_kept_until_another_is_worth_the_change(cheaper: float, drafted: int) -> None:
+    seconds = np.array([1.0, 1.2, 1.3, 5.0])
+    auto = AutoLength(np.zeros(4), seconds, [0.8] * 3, rows=1, cut=False)
+    assert auto.draft_tokens(3) == 2
+    seconds[3] = cheaper * seconds[2] * (1 + 0.8 + 0.8**2 + 0.8**3) / (1 + 0.8 + 0.8**2)  # beside the seconds a token of two
+    for _ in range(AutoLength.HOLD):
+        auto.record([None], [1000])
+    assert auto.draft_tokens(3) == drafted
+
+
 # -- the profiler ---------------------------------------------------------------------------------------------
 
 

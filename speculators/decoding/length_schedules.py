@@ -175,7 +175,9 @@ class AutoLength:
     expected as the worst of n rows is in the mean (n / (n + 1) of the rows' distribution, `RowAcceptance`). Of a single
     row nothing but the best rate is left. w = 0 is plain decoding, so drafting that does not pay is not done; one draft more
     than planned is tried every `PROBE` rounds, or what changes would never be noticed. Without confidences the choice holds for
-    `HOLD` rounds: it takes the host as long as a launch does, and changes slowly.
+    `HOLD` rounds: it takes the host as long as a launch does, and changes slowly. Another length must promise an end sooner by
+    `WORTH_CHANGING`: expectations are no better than that, each length is a graph to capture, and the row that is last under
+    one length is not the one that is last under another, so that going to and fro costs more than either.
 
     *After* drafting, where the confidences are on the host anyway (`cut`): with theta the tokens that all rows are expected to
     earn in a second of this round, column k is verified while its expected gain, sum_r a[r, k], is worth its time at that
@@ -191,7 +193,7 @@ class AutoLength:
         cut: whether to read confidences.
     """
 
-    PROBE, HOLD = 32, 4
+    PROBE, HOLD, WORTH_CHANGING = 32, 4, 0.03
     # Before anything was recorded all rows have as much to do, and more than a block of it.
     UNKNOWN_REMAINING = 1000
 
@@ -210,6 +212,7 @@ class AutoLength:
         self._remaining = np.full(rows, self.UNKNOWN_REMAINING, dtype=np.int64)
         self._rounds = 0
         self._width = 0  # of the blocks of this round
+        self._kept = 0  # the same before confidences made it longer
         self._decided = (-1, 0)  # in which round, for how many rows
         self._price = 0.0  # theta of the round being drafted: tokens a second of the whole batch
         self.needs_confidence = cut
@@ -241,7 +244,11 @@ class AutoLength:
         # Tokens beyond the budget are not emitted: draft k of a row is worth nothing where k tokens or fewer remain.
         useful = np.arange(1, limit + 1) < remaining
         rounds = remaining / _emitted(self._acceptance.survival(active, worst_of_all)[:, :limit] * useful)
-        width = int((rounds.max(axis=0) * seconds).argmin())
+        end = rounds.max(axis=0) * seconds
+        width = int(end.argmin())
+        if self._rounds and self._kept <= limit and end[self._kept] <= end[width] * (1 + self.WORTH_CHANGING):
+            width = self._kept
+        self._kept = width
         if self.needs_confidence:
             survival = self._acceptance.survival(active)[:, :limit]
             self._price = float(_emitted(survival)[:, width].sum() / seconds[width])

@@ -3,9 +3,10 @@
 Rows of a batch are not alike: one continues a list, another makes up a story, and each stays as it is over its whole reply. A
 row alone shows too few rounds for an acceptance of every position, so the rows share one curve and differ by one number each,
 the *frailty* of survival analysis: where the mean row's first k drafts survive with probability S_k, those of a row of frailty h
-survive with S_k ** h. Frailties are drawn from a gamma distribution of mean 1. After f drafts of a row were rejected where the
-curve expects e, its posterior has shape m + f and rate m + e, m being one over the variance of the frailties; that variance is
-learned from all rows.
+survive with S_k ** h. Frailties are drawn from a gamma distribution of mean 1. After f drafts of a row were rejected while it was
+exposed to a cumulative hazard e, its posterior has shape m + f and rate m + e, m being one over the variance of the frailties; that
+variance is learned from all rows. A draft that the mean row accepts with probability a is a hazard of -log(a), and half of that where
+it was rejected, as life tables count those who died within an interval.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class RowAcceptance:
     UNKNOWN, UNKNOWN_ROUNDS, KNOWN_ROUNDS, FORGET = 0.7, 4.0, 64.0, 0.995
     # Variance of the frailties to begin with, which counts as what one row with 10 expected rejections shows (e ** 2); its bounds.
     VARIANCE, VARIANCE_WEIGHT, VARIANCES = 1 / 4, 100.0, (1 / 50, 1 / 2)
+    # Between which a draft's acceptance has a hazard that is finite and not zero.
+    ACCEPTANCES = (1e-3, 1 - 1e-6)
 
     def __init__(self, acceptance: Sequence[float], positions: int, rows: int) -> None:
         known = np.array(acceptance[:positions], dtype=np.float64)
@@ -41,7 +44,7 @@ class RowAcceptance:
         self._reached = np.where(np.arange(positions) < len(known), self.KNOWN_ROUNDS, self.UNKNOWN_ROUNDS)
         self._accepted = self._reached * prior
         self._row_reached = np.zeros((rows, positions))
-        self._row_rejected = np.zeros(rows)
+        self._row_rejected = np.zeros((rows, positions))
 
     @property
     def pooled(self) -> Floats:
@@ -62,12 +65,15 @@ class RowAcceptance:
         acceptance = self.pooled
         expected = self._row_reached @ (1 - acceptance)
         binomial = self._row_reached @ (acceptance * (1 - acceptance))  # variance of the rejections of a row that is like the mean
-        excess = ((self._row_rejected - expected) ** 2 - binomial).sum()
+        rejected = self._row_rejected.sum(1)
+        excess = ((rejected - expected) ** 2 - binomial).sum()
         variance = (self.VARIANCE_WEIGHT * self.VARIANCE + excess) / (self.VARIANCE_WEIGHT + (expected**2).sum())
         m = 1 / np.clip(variance, *self.VARIANCES)
-        shape = m + self._row_rejected[rows]
+        hazard = -np.log(np.clip(acceptance, *self.ACCEPTANCES))
+        exposure = (self._row_reached - self._row_rejected / 2)[rows] @ hazard
+        shape = m + rejected[rows]
         # Quantiles of a gamma distribution by the approximation of Wilson and Hilferty.
-        frailty = shape / (m + expected[rows]) * (1 - 1 / (9 * shape) + deviations / (3 * np.sqrt(shape))) ** 3
+        frailty = shape / (m + exposure) * (1 - 1 / (9 * shape) + deviations / (3 * np.sqrt(shape))) ** 3
         return np.asarray(np.cumprod(acceptance) ** frailty[:, None], dtype=np.float64)
 
     def record(self, rounds: Sequence[Round | None]) -> None:
@@ -81,4 +87,4 @@ class RowAcceptance:
         self._reached = self._reached * fade + reached.sum(0)
         self._accepted = self._accepted * fade + kept.sum(0)
         self._row_reached = self._row_reached * self.FORGET + reached
-        self._row_rejected = self._row_rejected * self.FORGET + (reached & ~kept).sum(1)
+        self._row_rejected = self._row_rejected * self.FORGET + (reached & ~kept)
