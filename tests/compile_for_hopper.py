@@ -22,6 +22,7 @@ from speculators.kernels import markov_sampling as markov
 from speculators.kernels.attention_heads import CacheSlots, attention_heads
 from speculators.kernels.distillation_loss import distillation_loss
 from speculators.kernels.draft_attention import draft_attention
+from speculators.kernels.draft_layout import Rows, Verified, lay_out
 from speculators.kernels.gated_halves import gated_halves
 from speculators.kernels.greedy_verification import greedy_verification
 from speculators.kernels.head_rotation import rotate_heads
@@ -33,7 +34,6 @@ from speculators.kernels.residual_norm import add_rms_norm, joined_norms, rms_no
 from speculators.kernels.round_outcome import RowState, round_outcome
 from speculators.kernels.skinny_linear import skinny_gated_linear, skinny_linear
 from speculators.kernels.visible_keys import VisibleKeys
-from speculators.serving.draft_layout import Rows, Verified, lay_out
 
 CHOICE: Any = {"implementation": "triton"}
 
@@ -128,7 +128,7 @@ def serving() -> None:
         rows = Rows(ids, numbers, numbers, ids, ids[:8], numbers, numbers, states, floats, numbers)
         verified = Verified(ids, numbers, ids, states, ids, ids, numbers, ids, floats, numbers)
         sizes: dict[str, int] = {"most_rows_of_one": 14, "block_size": 16, "masks": 6, "mask_token": 5, "longest": 4096}
-        lay_out(rows, numbers, verified, ids[:3], torch.zeros(8, 256, dtype=torch.int32), **sizes)
+        lay_out(rows, numbers, verified, ids[:3], torch.zeros(8, 256, dtype=torch.int32), **sizes, **CHOICE)
 
 
 def main() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,13 +12,15 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from speculators.serving.draft_layout import PAD, Rows, Verified, lay_out, rows_needed
+from speculators.kernels.draft_layout import PAD, Rows, Verified, lay_out, rows_needed
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # without a GPU the kernel runs in Triton's interpreter
 K, LONGEST, PAGE, MASK = 4, 48, 16, 99
 REQUESTS, ROWS, STATES = 6, 400, 9  # of the memory
 Request = tuple[int, int, int]  # verified tokens, how many of them were kept, position of the first
 ints = torch.int32
+Implementation = Literal["reference", "triton"]
+either = pytest.mark.parametrize("implementation", ["reference", "triton"])
 
 
 def memory() -> tuple[Rows, Tensor]:
@@ -33,7 +37,7 @@ def memory() -> tuple[Rows, Tensor]:
     return rows, used(ROWS)
 
 
-def laid_out(requests: list[Request], rows: Tensor) -> tuple[Rows, Tensor]:
+def laid_out(requests: list[Request], rows: Tensor, implementation: Implementation) -> tuple[Rows, Tensor]:
     """Request r has state r + 2, verified tokens 100 r + 10 + i, the next one 100 r + 50, and pages 10 r + 1, 10 r + 2 ..."""
     out, slots = memory()
     states = torch.arange(len(requests)) + 2
@@ -63,6 +67,7 @@ def laid_out(requests: list[Request], rows: Tensor) -> tuple[Rows, Tensor]:
         masks=K - 1,
         mask_token=MASK,
         longest=LONGEST,
+        implementation=implementation,
     )
     return Rows(*(getattr(out, name).cpu() for name in Rows.__dataclass_fields__)), slots.cpu()
 
@@ -77,8 +82,8 @@ def requests_of(most_verified: int) -> st.SearchStrategy[list[Request]]:
     return st.lists(st.composite(one)(), min_size=1, max_size=REQUESTS)
 
 
-def check(requests: list[Request], rows: Tensor) -> None:
-    out, slots = laid_out(requests, rows)
+def check(requests: list[Request], rows: Tensor, implementation: Implementation) -> None:
+    out, slots = laid_out(requests, rows, implementation)
     first_verified = first_row = 0
     for r, ((verified, kept, position), count) in enumerate(zip(requests, rows.tolist(), strict=True)):
         assert out.starts[r] == first_row and out.lengths[r] <= LONGEST
@@ -109,27 +114,31 @@ def check(requests: list[Request], rows: Tensor) -> None:
     assert (slots[first_row:] == PAD).all() and (out.features[first_row:] == PAD).all()
 
 
+@either
 @settings(max_examples=30, deadline=None)
 @given(requests_of(K + 1))
-def test_a_decode_round_has_2k_rows_a_request(requests: list[Request]) -> None:
-    check(requests, torch.full((len(requests),), 2 * K, dtype=ints))
+def test_a_decode_round_has_2k_rows_a_request(implementation: Implementation, requests: list[Request]) -> None:
+    check(requests, torch.full((len(requests),), 2 * K, dtype=ints), implementation)
 
 
+@either
 @settings(max_examples=30, deadline=None)
 @given(requests_of(LONGEST))
-def test_any_batch_has_the_rows_it_needs(requests: list[Request]) -> None:
+def test_any_batch_has_the_rows_it_needs(implementation: Implementation, requests: list[Request]) -> None:
     rows = rows_needed(torch.tensor([n for n, _, _ in requests]), K - 1, LONGEST)
     assert rows.tolist() == [min(n + K - 1, LONGEST) for n, _, _ in requests]
-    check(requests, rows)
+    check(requests, rows, implementation)
 
 
-def test_rows_of_rejected_tokens_come_first_and_attention_sees_written_keys_only() -> None:
-    out, slots = laid_out([(K + 1, 2, 20)], torch.tensor([2 * K], dtype=ints))
+@either
+def test_rows_of_rejected_tokens_come_first_and_attention_sees_written_keys_only(implementation: Implementation) -> None:
+    out, slots = laid_out([(K + 1, 2, 20)], torch.tensor([2 * K], dtype=ints), implementation)
     assert out.lengths[0] == 20 + 2 + K - 1
     assert (slots[: K - 1] == PAD).all() and (slots[K - 1 : 2 * K] != PAD).all()
 
 
-def test_a_page_that_is_nobodys_is_not_written() -> None:
+@either
+def test_a_page_that_is_nobodys_is_not_written(implementation: Implementation) -> None:
     """vLLM's table is 0 where a sequence has no page yet, or none any more; there the kernel would write into page 0."""
     out, slots = memory()
     zeros = torch.zeros(8, dtype=torch.int64, device=DEVICE)
@@ -137,7 +146,7 @@ def test_a_page_that_is_nobodys_is_not_written() -> None:
         zeros.to(ints), torch.arange(8, device=DEVICE), torch.tensor([0, 8], device=DEVICE).to(ints), zeros, zeros.to(ints),
         zeros.to(ints) + 1, zeros, zeros.to(ints), zeros.float(), zeros,
     )  # fmt: skip
-    sizes = {"most_rows_of_one": 11, "block_size": 8, "masks": K - 1, "mask_token": MASK, "longest": LONGEST}
+    sizes: dict[str, Any] = {"most_rows_of_one": 11, "block_size": 8, "masks": K - 1, "mask_token": MASK, "longest": LONGEST}
     pages = torch.tensor([[3, 0]], dtype=ints, device=DEVICE)
-    lay_out(out, slots, verified, torch.tensor([0, 11], dtype=ints, device=DEVICE), pages, **sizes)
+    lay_out(out, slots, verified, torch.tensor([0, 11], dtype=ints, device=DEVICE), pages, **sizes, implementation=implementation)
     assert slots[:12].tolist() == [*range(24, 32), PAD, PAD, PAD, PAD]

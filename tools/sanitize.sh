@@ -33,6 +33,7 @@ decoding_kernels.products products_of_few
 fused_layers              fused_steps_compute and kernels
 draft_attention           kernels_equal or never_read or sees_nothing
 draft_inputs              kernel_equals
+draft_layout              2k_rows or any_batch or nobodys
 hidden_state_scatter      triton
 kv_injection              every_layer and triton
 head_rotation             kernel_equals or wider

@@ -19,8 +19,8 @@ from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 from vllm.v1.worker.gpu.spec_decode.eagle.utils import load_eagle_model
 
+from speculators.kernels.draft_layout import PAD, Rows, Verified, lay_out, rows_needed
 from speculators.kernels.hidden_state_scatter import hidden_state_scatter
-from speculators.serving.draft_layout import PAD, Rows, Verified, lay_out, rows_needed
 
 
 class PEagleSpeculator(DFlashSpeculator):  # type: ignore[misc]
