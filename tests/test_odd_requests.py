@@ -125,3 +125,17 @@ def test_an_embedding_narrower_than_the_layers_is_refused() -> None:
     config = OPTConfig(vocab_size=64, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=16)
     with pytest.raises(CheckpointError, match="has an embedding 16 wide and layers 32 wide"):
         Verifier(AutoModelForCausalLM.from_config(config), name_or_path="opt")
+
+
+def test_arguments_that_are_something_else_are_refused_by_name() -> None:
+    verifier, request = tiny_verifier(), SamplingParams(max_new_tokens=2)
+    odd: list[tuple[str, Any, Any, Any]] = [
+        ("verifier", verifier.model, None, request),
+        ("verifier", "a/model", None, request),
+        ("drafter", verifier, "a/drafter", request),
+        ("sampling", verifier, None, {"max_new_tokens": 2}),
+        ("sampling", verifier, None, None),
+    ]
+    for name, model, drafter, sampling in odd:
+        with pytest.raises(ConfigError, match=f"^generate: {name} must be "):
+            generate(model, drafter, PROMPTS, sampling)

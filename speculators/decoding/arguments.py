@@ -20,6 +20,22 @@ from speculators.verifier import Verifier
 AUTO: Literal["auto"] = "auto"
 
 
+def check_kinds(verifier: Verifier, drafter: Drafter | None, sampling: SamplingParams) -> None:
+    """Refuse what is no verifier, drafter or request at all.
+
+    Raises:
+        ConfigError: one of them is of another type.
+    """
+    wanted = (
+        ("verifier", verifier, isinstance(verifier, Verifier), "a Verifier; Verifier(model, tokenizer) makes one of a transformers model"),
+        ("drafter", drafter, drafter is None or hasattr(drafter, "propose"), "a drafter; Speculator.from_pretrained loads one"),
+        ("sampling", sampling, isinstance(sampling, SamplingParams), "SamplingParams, such as SamplingParams(max_new_tokens=128)"),
+    )
+    for name, value, fits, what in wanted:
+        if not fits:
+            raise ConfigError(f"generate: {name} must be {what}, not {type(value).__name__}")
+
+
 def check_pair(verifier: Verifier, drafter: Drafter | None) -> None:
     """Refuse a drafter whose layers cannot take what the verifier hands them.
 

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 from speculators.capture import current_device
-from speculators.decoding.arguments import AUTO, check_draft_tokens, check_pair, check_prompts, choose_schedule
+from speculators.decoding.arguments import AUTO, check_draft_tokens, check_kinds, check_pair, check_prompts, choose_schedule
 from speculators.decoding.batch import Arriving, prepare
 from speculators.decoding.length_schedules import LengthSchedule
 from speculators.decoding.proposal import Drafter
@@ -82,10 +82,11 @@ def generate(
 
     Raises:
         ConfigError: K is above what the drafter proposes, a threshold or schedule meets a drafter without the confidence it
-            needs, or two of "auto", threshold and schedule are asked for. Nothing has run then.
+            needs, two of "auto", threshold and schedule are asked for, or an argument is of another type. Nothing has run then.
         PairingError: the drafter was made for a verifier of another vocabulary or width.
         DataError: a prompt is empty, holds ids outside the vocabulary, or does not fit the verifier's context with its reply.
     """
+    check_kinds(verifier, drafter, sampling)
     check_prompts(verifier, prompts, sampling)
     check_pair(verifier, drafter)
     draft_tokens = check_draft_tokens(drafter, num_draft_tokens)
