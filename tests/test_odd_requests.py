@@ -58,7 +58,7 @@ def test_any_whole_number_is_a_seed(seed: int) -> None:
     assert replies[0] == replies[1]
 
 
-@pytest.mark.parametrize("prompts", [None, 5, iter([[1]]), [[True]]], ids=str)
+@pytest.mark.parametrize("prompts", [None, 5, iter([[1]]), [[True]]], ids=["none", "number", "iterator", "truth"])
 def test_prompts_that_are_no_lists_of_token_ids_are_refused(prompts: Any) -> None:
     with pytest.raises(DataError, match="token ids"):
         generate(tiny_verifier(), None, prompts)
