@@ -101,6 +101,7 @@ def complete_vllm_config(config: dict[str, Any], transformers_config: dict[str, 
         method="dspark",
         architecture="DSparkDraftModel",
         runners=("V2",),
+        parallel=True,
         minimum_version="0.26.0",
         needs=serving_needs,
         plugin=PluginParts(

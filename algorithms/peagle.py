@@ -223,6 +223,7 @@ def _ragged(lengths: Tensor, total: int) -> tuple[Tensor, Tensor]:
         architecture="PEagleDraftModel",
         options={"parallel_drafting": True},
         runners=("V1",),
+        parallel=True,
         minimum_version="0.26.0",
         needs=serving_needs,
         plugin=PluginParts(

@@ -84,6 +84,7 @@ class VllmServing:
         architecture: the name written into `architectures` of config.json.
         options: further keys of the speculative config, e.g. `{"parallel_drafting": True}`.
         runners: vLLM model runners that can serve it without the plugin, best first.
+        parallel: whether all K tokens come from one pass, for which vLLM keeps up to K slots of a step's budget a sequence.
         minimum_version: the oldest vLLM that is known to serve it.
         needs: from a configuration, everything in it that not every vLLM serves as it is.
         plugin: what the plugin adds.
@@ -94,6 +95,7 @@ class VllmServing:
     architecture: str
     options: dict[str, Any] = field(default_factory=dict)
     runners: tuple[str, ...] = ("V1", "V2")
+    parallel: bool = False
     minimum_version: str | None = None
     needs: Callable[[Any], Sequence[Need]] = lambda _: ()
     plugin: PluginParts = field(default_factory=PluginParts)

@@ -109,6 +109,24 @@ def test_every_step_has_room_for_the_drafts_of_every_sequence(arguments: list[st
     assert checked(folder, "eagle3", arguments=arguments, num_draft_tokens=k).arguments == (*added, *arguments)
 
 
+@pytest.mark.parametrize("method", ["peagle", "dflash", "dspark"])
+def test_what_vllm_keeps_for_drafts_of_one_pass_is_left_besides(method: str, folder: Path) -> None:
+    """It takes up to K slots off a step's budget for every sequence that may run, whether it does or not."""
+
+    def added(*arguments: str, k: int = 5) -> tuple[str, ...]:
+        own = checked(folder, method, arguments=list(arguments), num_draft_tokens=k).arguments
+        return own[: len(own) - len(arguments)]
+
+    assert added() == ("--max-num-seqs", "256", "--max-num-batched-tokens", "8192")
+    assert added(k=3) == ()  # 7 slots a sequence: vLLM's own defaults leave 8
+    assert added("--max-num-seqs", "4096") == ("--max-num-batched-tokens", "45056")
+    assert added("--max-num-batched-tokens", "110") == ("--max-num-seqs", "10")
+    assert added("--max-num-batched-tokens", "6") == ("--max-num-seqs", "1")
+    for tokens, said in (("88", False), ("87", True)):
+        notes = checked(folder, method, arguments=["--max-num-seqs", "8", "--max-num-batched-tokens", tokens], num_draft_tokens=5).notes
+        assert any("88 would let a step verify them all" in note for note in notes) is said
+
+
 def test_more_than_eight_tokens_a_sequence_exceed_vllms_defaults(folder: Path) -> None:
     assert checked(folder, "eagle3", num_draft_tokens=63).arguments == ("--max-num-seqs", "256", "--max-num-batched-tokens", "16384")
 
@@ -360,9 +378,10 @@ def test_docker_and_compose_mount_both_models_where_the_command_looks(folder: Pa
     deploy(checked(folder, "dspark"), "compose", tmp_path / "compose")
     dockerfile = (tmp_path / "compose" / "Dockerfile").read_text().splitlines()
     assert dockerfile[0] == "FROM vllm/vllm-openai:v0.32.0" and "ENV VLLM_USE_V2_MODEL_RUNNER=1" in dockerfile
-    model, flag, settings = json.loads(dockerfile[-1].removeprefix("CMD "))
+    model, flag, settings, *budget = json.loads(dockerfile[-1].removeprefix("CMD "))
     assert (model, flag) == ("/models/verifier", "--speculative-config")
     assert json.loads(settings) == {"method": "dspark", "model": "/models/drafter", "num_speculative_tokens": 5}
+    assert budget == ["--max-num-seqs", "256", "--max-num-batched-tokens", "8192"]
     service = json.loads((tmp_path / "compose" / "compose.yaml").read_text())["services"]["vllm"]
     assert service["volumes"] == [f"{folder}/verifier:/models/verifier:ro", f"{folder}/dspark:/models/drafter:ro"]
     deploy(checked(folder, "toy"), "docker", tmp_path / "docker")
@@ -410,7 +429,9 @@ def test_a_dry_run_prints_the_command_a_shell_takes(folder: Path) -> None:
     result = CliRunner().invoke(app, [*arguments, "--", "--port", "9000"])
     assert result.exit_code == 0, result.output
     settings = json.dumps(speculative_config(folder / "dspark"))
-    assert result.stdout == f"VLLM_USE_V2_MODEL_RUNNER=1 vllm serve {folder}/verifier --speculative-config '{settings}' --port 9000\n"
+    budget = "--max-num-seqs 256 --max-num-batched-tokens 8192"
+    command = f"vllm serve {folder}/verifier --speculative-config '{settings}' {budget} --port 9000\n"
+    assert result.stdout == f"VLLM_USE_V2_MODEL_RUNNER=1 {command}"
 
 
 def test_only_what_follows_the_dashes_is_passed_to_vllm(folder: Path) -> None:
@@ -420,7 +441,7 @@ def test_only_what_follows_the_dashes_is_passed_to_vllm(folder: Path) -> None:
     assert result.stderr == "error: serve takes one CHECKPOINT, so it has no use for 'extra'; vLLM's own arguments go behind `--`\n"
     assert CliRunner().invoke(app, [*arguments, "--port", "9000"]).exit_code == 2
     passed = CliRunner().invoke(app, [*arguments, "--", "--lora-modules", "a=b", "c=d", "--", "e"]).stdout
-    assert passed.endswith("' --lora-modules a=b c=d -- e\n")
+    assert passed.endswith(" --max-num-batched-tokens 8192 --lora-modules a=b c=d -- e\n")
 
 
 def test_bad_input_is_one_sentence_and_exit_code_two(folder: Path) -> None:

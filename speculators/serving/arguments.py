@@ -25,12 +25,16 @@ def refuse_ours(arguments: Sequence[str]) -> None:
             raise ConfigError(f"{name} is what this command works out from the checkpoint; leave it out (see --verifier and --k)")
 
 
-def budget_arguments(arguments: Sequence[str], num_draft_tokens: int) -> tuple[list[str], list[str]]:
+def budget_arguments(arguments: Sequence[str], num_draft_tokens: int, *, parallel: bool = False) -> tuple[list[str], list[str]]:
     """Make a step's budget hold K + 1 tokens of every sequence; below that vLLM delays sequences or refuses to start.
+
+    Where all K drafts come from one pass, vLLM takes up to K slots off the budget for every sequence that may run, whether it does or
+    not (`SpeculativeConfig.max_num_new_slots_for_drafting`): with its defaults three quarters of it.
 
     Args:
         arguments: of the user.
         num_draft_tokens: K.
+        parallel: whether the drafts come from one pass.
 
     Returns:
         Arguments to add, and sentences saying why.
@@ -39,6 +43,8 @@ def budget_arguments(arguments: Sequence[str], num_draft_tokens: int) -> tuple[l
         ConfigError: the user's own numbers contradict each other, or are none.
     """
     width = num_draft_tokens + 1
+    kept = num_draft_tokens if parallel else 0
+    each = f"K + 1 = {width} tokens" + (f" and {kept} slots for drafts" if kept else "")
     sequences, tokens = _number(arguments, _SEQUENCES), _number(arguments, _TOKENS)
     if sequences is not None and tokens is not None:
         if tokens < sequences * width:
@@ -46,17 +52,19 @@ def budget_arguments(arguments: Sequence[str], num_draft_tokens: int) -> tuple[l
                 f"{_TOKENS} {tokens} is below {_SEQUENCES} x (K + 1) = {sequences} x {width} = {sequences * width}: a step could not"
                 " verify every sequence's drafts; raise the first or lower the second"
             )
-        return [], []
+        wanted = sequences * (width + kept)
+        short = f"{_TOKENS} {tokens} is less than {each} for each of {sequences} sequences: {wanted} would let a step verify them all"
+        return [], [short] if tokens < wanted else []
     if tokens is not None:
-        fitting = min(LARGER_BATCH, tokens // width)
-        if fitting == 0:
+        fitting = min(LARGER_BATCH, max(1, tokens // (width + kept)))
+        if tokens < width:
             raise ConfigError(f"{_TOKENS} {tokens} is below K + 1 = {width}, the tokens of one sequence; raise it")
-        return [_SEQUENCES, str(fitting)], [f"{_SEQUENCES} {fitting}: so many sequences of K + 1 = {width} tokens fit {_TOKENS} {tokens}"]
-    if sequences is None and width <= DEFAULT_TOKENS_A_SEQUENCE:
+        return [_SEQUENCES, str(fitting)], [f"{_SEQUENCES} {fitting}: so many sequences of {each} fit {_TOKENS} {tokens}"]
+    if sequences is None and width + kept <= DEFAULT_TOKENS_A_SEQUENCE:
         return [], []
-    wanted = max(8192, (sequences or LARGER_BATCH) * width)
+    wanted = max(8192, (sequences or LARGER_BATCH) * (width + kept))
     added = [] if sequences is not None else [_SEQUENCES, str(LARGER_BATCH)]
-    return [*added, _TOKENS, str(wanted)], [f"{_TOKENS} {wanted}: a step verifies K + 1 = {width} tokens of each sequence"]
+    return [*added, _TOKENS, str(wanted)], [f"{_TOKENS} {wanted}: a step needs {each} for each sequence"]
 
 
 def number_of_sequences(arguments: Sequence[str]) -> int:

@@ -130,7 +130,7 @@ def plan(
 
     count = check_draft_tokens(config, num_draft_tokens)
     options = _options(config, draft_sampling, attention_backend, adaptive_verification, version, own_drafter=serving.method is not None)
-    added, said = budget_arguments(arguments, count)
+    added, said = budget_arguments(arguments, count, parallel=serving.parallel)
     if serving.method is None and "--enforce-eager" not in arguments:
         added.append("--enforce-eager")
     if step_times is not None:
