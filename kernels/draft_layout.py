@@ -47,7 +47,7 @@ class Verified(NamedTuple):
         states: [R] integers, the state of each request.
         rejected: [R] int32, trailing tokens that were not kept.
         sampled: [R] int32; 0 where a prompt goes on, whose next token is then the following one.
-        last_sampled: [S, ...] int64, the token after those that were kept, by state.
+        last_sampled: [S] int64, the token after those that were kept, by state.
         next_prompt: [S] int32, the token that follows in the prompt, by state.
         temperature: [S] float32.
         seeds: [S] int64.
@@ -112,7 +112,7 @@ def _reference(
     for r, end in enumerate(row_starts[1:].tolist()):
         state, first = int(verified.states[r]), int(verified.starts[r])
         kept, position = int(verified.starts[r + 1] - verified.rejected[r]) - first, int(verified.positions[first])
-        following = (verified.last_sampled.flatten() if verified.sampled[r] > 0 else verified.next_prompt)[state]
+        following = (verified.last_sampled if verified.sampled[r] > 0 else verified.next_prompt)[state]
         length = min(max(position + kept + masks, end - first_row), longest)
         at = torch.arange(length - (end - first_row), length, device=row_starts.device)
         index = at - position

@@ -161,8 +161,8 @@ class PEagleSpeculator(DFlashSpeculator):  # type: ignore[misc]
             states=input_batch.idx_mapping,
             rejected=num_rejected,
             sampled=num_sampled,
-            last_sampled=last_sampled,
-            next_prompt=next_prefill_tokens,
+            last_sampled=last_sampled.flatten(),
+            next_prompt=next_prefill_tokens[0] if next_prefill_tokens.dim() == 2 else next_prefill_tokens,  # 0.32 looks further ahead
             temperature=temperature,
             seeds=seeds,
         )
