@@ -185,13 +185,24 @@ def test_unequal_rows_are_each_expected_to_go_on_as_they_did() -> None:
     np.testing.assert_allclose(expected, own[::8], atol=0.04)
 
 
-@pytest.mark.parametrize(("cheaper", "drafted"), [(0.99, 2), (0.92, 3)])
-def test_a_length_is_kept_until_another_is_worth_the_change(cheaper: float, drafted: int) -> None:
+@pytest.mark.parametrize("acceptance", [0.02, 0.2, 0.5, 0.8, 0.98])
+def test_a_row_that_does_as_expected_keeps_the_acceptance_it_is_expected_to_have(acceptance: float) -> None:
+    rows = RowAcceptance([acceptance], 1, rows=1)
+    for index in range(4000):
+        accepted = int((index + 1) * acceptance) - int(index * acceptance)  # as often as expected, evenly
+        rows.record([Round(1, accepted, 1 + accepted)])
+    assert rows.survival(np.ones(1, dtype=bool))[0, 0] == pytest.approx(rows.pooled[0], abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("cheaper", "rounds", "drafted"), [(0.99, AutoLength.SETTLED, 2), (0.92, AutoLength.SETTLED, 3), (0.99, AutoLength.HOLD, 3)]
+)
+def test_once_rows_are_told_apart_a_length_is_kept_until_another_is_worth_the_change(cheaper: float, rounds: int, drafted: int) -> None:
     seconds = np.array([1.0, 1.2, 1.3, 5.0])
     auto = AutoLength(np.zeros(4), seconds, [0.8] * 3, rows=1, cut=False)
     assert auto.draft_tokens(3) == 2
     seconds[3] = cheaper * seconds[2] * (1 + 0.8 + 0.8**2 + 0.8**3) / (1 + 0.8 + 0.8**2)  # beside the seconds a token of two
-    for _ in range(AutoLength.HOLD):
+    for _ in range(rounds):
         auto.record([None], [1000])
     assert auto.draft_tokens(3) == drafted
 

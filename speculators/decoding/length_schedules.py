@@ -175,9 +175,10 @@ class AutoLength:
     expected as the worst of n rows is in the mean (n / (n + 1) of the rows' distribution, `RowAcceptance`). Of a single
     row nothing but the best rate is left. w = 0 is plain decoding, so drafting that does not pay is not done; one draft more
     than planned is tried every `PROBE` rounds, or what changes would never be noticed. Without confidences the choice holds for
-    `HOLD` rounds: it takes the host as long as a launch does, and changes slowly. Another length must promise an end sooner by
-    `WORTH_CHANGING`: expectations are no better than that, each length is a graph to capture, and the row that is last under
-    one length is not the one that is last under another, so that going to and fro costs more than either.
+    `HOLD` rounds: it takes the host as long as a launch does, and changes slowly. Once `SETTLED` rounds have told the rows apart,
+    another length must promise an end sooner by `WORTH_CHANGING`: expectations are no better than that, each length is a graph
+    to capture, and the row that is last under one length is not the one that is last under another, so that going to and fro
+    costs more than either. What was chosen before, when all rows looked alike, is not worth keeping.
 
     *After* drafting, where the confidences are on the host anyway (`cut`): with theta the tokens that all rows are expected to
     earn in a second of this round, column k is verified while its expected gain, sum_r a[r, k], is worth its time at that
@@ -193,7 +194,7 @@ class AutoLength:
         cut: whether to read confidences.
     """
 
-    PROBE, HOLD, WORTH_CHANGING = 32, 4, 0.03
+    PROBE, HOLD, SETTLED, WORTH_CHANGING = 64, 4, 32, 0.03
     # Before anything was recorded all rows have as much to do, and more than a block of it.
     UNKNOWN_REMAINING = 1000
 
@@ -246,7 +247,7 @@ class AutoLength:
         rounds = remaining / _emitted(self._acceptance.survival(active, worst_of_all)[:, :limit] * useful)
         end = rounds.max(axis=0) * seconds
         width = int(end.argmin())
-        if self._rounds and self._kept <= limit and end[self._kept] <= end[width] * (1 + self.WORTH_CHANGING):
+        if self._rounds >= self.SETTLED and self._kept <= limit and end[self._kept] <= end[width] * (1 + self.WORTH_CHANGING):
             width = self._kept
         self._kept = width
         if self.needs_confidence:

@@ -5,8 +5,9 @@ row alone shows too few rounds for an acceptance of every position, so the rows 
 the *frailty* of survival analysis: where the mean row's first k drafts survive with probability S_k, those of a row of frailty h
 survive with S_k ** h. Frailties are drawn from a gamma distribution of mean 1. After f drafts of a row were rejected while it was
 exposed to a cumulative hazard e, its posterior has shape m + f and rate m + e, m being one over the variance of the frailties; that
-variance is learned from all rows. A draft that the mean row accepts with probability a is a hazard of -log(a), and half of that where
-it was rejected, as life tables count those who died within an interval.
+variance is learned from all rows. A draft that the mean row accepts with probability a is a hazard of h = -log(a); where it was
+rejected, the exposure ended within it, in the mean after 1 - h a / (1 - a) (the mean of an exponential variable below h), about half.
+The mean row's exposure is then what it is expected to lose.
 """
 
 from __future__ import annotations
@@ -69,8 +70,10 @@ class RowAcceptance:
         excess = ((rejected - expected) ** 2 - binomial).sum()
         variance = (self.VARIANCE_WEIGHT * self.VARIANCE + excess) / (self.VARIANCE_WEIGHT + (expected**2).sum())
         m = 1 / np.clip(variance, *self.VARIANCES)
-        hazard = -np.log(np.clip(acceptance, *self.ACCEPTANCES))
-        exposure = (self._row_reached - self._row_rejected / 2)[rows] @ hazard
+        likely = np.clip(acceptance, *self.ACCEPTANCES)
+        hazard = -np.log(likely)
+        until_rejected = 1 - hazard * likely / (1 - likely)
+        exposure = (self._row_reached - self._row_rejected)[rows] @ hazard + self._row_rejected[rows] @ until_rejected
         shape = m + rejected[rows]
         # Quantiles of a gamma distribution by the approximation of Wilson and Hilferty.
         frailty = shape / (m + exposure) * (1 - 1 / (9 * shape) + deviations / (3 * np.sqrt(shape))) ** 3

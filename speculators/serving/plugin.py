@@ -25,6 +25,7 @@ from speculators.errors import SpeculatorsError
 from speculators.registry import Algorithm, PluginParts, algorithms
 from speculators.serving.context_graphs import replay_context
 from speculators.serving.cpu_repairs import repair_cpu
+from speculators.serving.pass_graphs import replay_passes
 from speculators.serving.translation import translate
 from speculators.serving.versions import installed
 
@@ -148,6 +149,10 @@ def _replay_context(registered: dict[str, Algorithm]) -> None:
     replay_context()
 
 
+def _replay_passes(registered: dict[str, Algorithm]) -> None:
+    replay_passes()
+
+
 def _repair_cpu(registered: dict[str, Algorithm]) -> None:
     repair_cpu()
 
@@ -158,5 +163,6 @@ _EXTENSIONS: dict[str, Callable[[dict[str, Algorithm]], None]] = {
     "the drafter models": _add_models,
     "the speculators": _add_speculators,
     "the injection of context": _replay_context,
+    "the later passes of a draft": _replay_passes,
     "the CPU kernels": _repair_cpu,
 }
