@@ -185,6 +185,37 @@ def test_unequal_rows_are_each_expected_to_go_on_as_they_did() -> None:
     np.testing.assert_allclose(expected, own[::8], atol=0.04)
 
 
+@pytest.mark.parametrize(("promised", "drafted"), [(1.02, 0), (1.05, 1)])
+def test_plain_decoding_is_left_for_a_length_that_is_worth_it(promised: float, drafted: int) -> None:
+    auto = AutoLength(np.zeros(2), [1.0, 1.8 / promised], [0.8], rows=1, cut=False)
+    assert auto.draft_tokens(1) == 1
+    for _ in range(AutoLength.SETTLED):
+        auto.record([None], [1000])
+    assert auto.draft_tokens(1) == drafted
+
+
+@pytest.mark.parametrize(("rows", "every"), [(1, AutoLength.PROBE), (4 * AutoLength.PROBE, 4 * AutoLength.PROBE)])
+def test_many_rows_are_asked_as_rarely_as_one_round_shows_more(rows: int, every: int) -> None:
+    dear = AutoLength([0.0, 1.0], [1.0, 2.0], [0.5], rows=rows, cut=False)
+    tried = []
+    for index in range(8 * AutoLength.PROBE):
+        if dear.draft_tokens(1):
+            tried.append(index)
+        dear.record([None] * rows, [1000] * rows)
+    assert tried == list(range(every - 1, 8 * AutoLength.PROBE, every))
+
+
+def test_a_single_row_is_the_mean_row() -> None:
+    one, two = (RowAcceptance([0.8], 1, rows=rows) for rows in (1, 2))
+    for _ in range(12):
+        one.record([Round(1, 0, 1)])
+        two.record([Round(1, 0, 1), Round(1, 1, 2)])
+    alone = float(one.survival(np.ones(1, dtype=bool))[0, 0])
+    worse, better = two.survival(np.ones(2, dtype=bool))[:, 0]
+    assert alone == pytest.approx(one.pooled[0], abs=0.05)
+    assert worse < two.pooled[0] - 0.1 and better > two.pooled[0] + 0.05
+
+
 @pytest.mark.parametrize("acceptance", [0.02, 0.2, 0.5, 0.8, 0.98])
 def test_a_row_that_does_as_expected_keeps_the_acceptance_it_is_expected_to_have(acceptance: float) -> None:
     rows = RowAcceptance([acceptance], 1, rows=1)

@@ -174,11 +174,12 @@ class AutoLength:
     which the largest of all rows is smallest. Which row will be last is not known: each counts as if it were as much worse than
     expected as the worst of n rows is in the mean (n / (n + 1) of the rows' distribution, `RowAcceptance`). Of a single
     row nothing but the best rate is left. w = 0 is plain decoding, so drafting that does not pay is not done; one draft more
-    than planned is tried every `PROBE` rounds, or what changes would never be noticed. Without confidences the choice holds for
-    `HOLD` rounds: it takes the host as long as a launch does, and changes slowly. Once `SETTLED` rounds have told the rows apart,
-    another length must promise an end sooner by `WORTH_CHANGING`: expectations are no better than that, each length is a graph
-    to capture, and the row that is last under one length is not the one that is last under another, so that going to and fro
-    costs more than either. What was chosen before, when all rows looked alike, is not worth keeping.
+    than planned is tried every `PROBE` rounds, or what changes would never be noticed, more rarely where many rows show as much
+    at once, and in the first round if no acceptance is known. Without confidences the choice holds for `HOLD` rounds: it takes the host as long as a launch does, and
+    changes slowly. Once `SETTLED` rounds have told the rows apart, another length must promise an end sooner by
+    `WORTH_CHANGING`, and every length that much sooner than plain decoding: expectations are no better than that, each length is
+    a graph to capture, and the row that is last under one length is not the one that is last under another, so that going to
+    and fro costs more than either. What was chosen before, when all rows looked alike, is not worth keeping.
 
     *After* drafting, where the confidences are on the host anyway (`cut`): with theta the tokens that all rows are expected to
     earn in a second of this round, column k is verified while its expected gain, sum_r a[r, k], is worth its time at that
@@ -212,6 +213,7 @@ class AutoLength:
         self._acceptance = RowAcceptance(acceptance, len(self._draft) - 1, rows)
         self._remaining = np.full(rows, self.UNKNOWN_REMAINING, dtype=np.int64)
         self._rounds = 0
+        self._knows_nothing = not len(acceptance)
         self._width = 0  # of the blocks of this round
         self._kept = 0  # the same before confidences made it longer
         self._decided = (-1, 0)  # in which round, for how many rows
@@ -235,7 +237,8 @@ class AutoLength:
         remaining = self._remaining[active, None]
         if not len(remaining):
             return 0
-        probe = self._rounds % self.PROBE == self.PROBE - 1
+        every = max(self.PROBE, len(self._remaining))
+        probe = self._rounds % every == every - 1 or self._knows_nothing
         decided = self._rounds // self.HOLD, len(remaining)
         if decided == self._decided and not self.needs_confidence:
             return min(limit, self._width + probe)
@@ -247,8 +250,9 @@ class AutoLength:
         rounds = remaining / _emitted(self._acceptance.survival(active, worst_of_all)[:, :limit] * useful)
         end = rounds.max(axis=0) * seconds
         width = int(end.argmin())
-        if self._rounds >= self.SETTLED and self._kept <= limit and end[self._kept] <= end[width] * (1 + self.WORTH_CHANGING):
-            width = self._kept
+        if self._rounds >= self.SETTLED:
+            as_good = end <= end[width] * (1 + self.WORTH_CHANGING)
+            width = 0 if as_good[0] else self._kept if self._kept <= limit and as_good[self._kept] else width
         self._kept = width
         if self.needs_confidence:
             survival = self._acceptance.survival(active)[:, :limit]
@@ -269,7 +273,7 @@ class AutoLength:
 
     def record(self, rounds: Sequence[Round | None], remaining: Sequence[int]) -> None:
         """Learn the rows' acceptance, and what is left to do."""
-        self._rounds += 1
+        self._rounds, self._knows_nothing = self._rounds + 1, False
         self._remaining = np.array(remaining, dtype=np.int64)
         self._acceptance.record(rounds)
 

@@ -35,7 +35,8 @@ class RowAcceptance:
     # Acceptance nobody measured counts as this many rounds of one row, and a measured one as more; rounds fade by FORGET a round.
     UNKNOWN, UNKNOWN_ROUNDS, KNOWN_ROUNDS, FORGET = 0.7, 4.0, 64.0, 0.995
     # Variance of the frailties to begin with, which counts as what one row with 10 expected rejections shows (e ** 2); its bounds.
-    VARIANCE, VARIANCE_WEIGHT, VARIANCES = 1 / 4, 100.0, (1 / 50, 1 / 2)
+    # Most rows differ less, but the worst of hundreds do worse than a gamma distribution of the variance measured lets expect.
+    VARIANCE, VARIANCE_WEIGHT, VARIANCES = 1 / 2, 100.0, (1 / 50, 1 / 2)
     # Between which a draft's acceptance has a hazard that is finite and not zero.
     ACCEPTANCES = (1e-3, 1 - 1e-6)
 
@@ -69,6 +70,7 @@ class RowAcceptance:
         rejected = self._row_rejected.sum(1)
         excess = ((rejected - expected) ** 2 - binomial).sum()
         variance = (self.VARIANCE_WEIGHT * self.VARIANCE + excess) / (self.VARIANCE_WEIGHT + (expected**2).sum())
+        variance *= 1 - 1 / len(self._row_reached)  # of few rows each is a good part of the mean row, a single one is it
         m = 1 / np.clip(variance, *self.VARIANCES)
         likely = np.clip(acceptance, *self.ACCEPTANCES)
         hazard = -np.log(likely)
