@@ -175,11 +175,12 @@ class AutoLength:
     expected as the worst of n rows is in the mean (n / (n + 1) of the rows' distribution, `RowAcceptance`). Of a single
     row nothing but the best rate is left. w = 0 is plain decoding, so drafting that does not pay is not done; one draft more
     than planned is tried every `PROBE` rounds, or what changes would never be noticed, more rarely where many rows show as much
-    at once, and in the first round if no acceptance is known. Without confidences the choice holds for `HOLD` rounds: it takes the host as long as a launch does, and
-    changes slowly. Once `SETTLED` rounds have told the rows apart, another length must promise an end sooner by
-    `WORTH_CHANGING`, and every length that much sooner than plain decoding: expectations are no better than that, each length is
-    a graph to capture, and the row that is last under one length is not the one that is last under another, so that going to
-    and fro costs more than either. What was chosen before, when all rows looked alike, is not worth keeping.
+    at once, and in the first round if no acceptance is known. Without confidences the choice holds for `HOLD` rounds: it takes
+    the host as long as a launch does, and changes slowly. Once `SETTLED` rounds have told the rows apart, another length must
+    promise an end sooner by `WORTH_CHANGING`, and every length that much sooner than plain decoding: expectations are no better
+    than that, each length is a graph to capture, and the row that is last under one length is not the one that is last under
+    another, so that going to and fro costs more than either. What was chosen before, when all rows looked alike, is not worth
+    keeping.
 
     *After* drafting, where the confidences are on the host anyway (`cut`): with theta the tokens that all rows are expected to
     earn in a second of this round, column k is verified while its expected gain, sum_r a[r, k], is worth its time at that
