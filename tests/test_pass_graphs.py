@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculators.serving.pass_graphs import DONE, can_fuse, extend
+from speculators.serving.pass_graphs import DONE, can_fuse, extend, is_known
 
 PASSES, MOST_REQUESTS, LONGEST = 5, 4, 32
 FULL, NONE = SimpleNamespace(name="FULL"), SimpleNamespace(name="NONE")
@@ -40,13 +40,21 @@ class Tables:
     def __init__(self) -> None:
         self.pages = torch.zeros(MOST_REQUESTS, LONGEST // 4, dtype=torch.int64)
         self.slots = torch.full((1, 16), -1)
+        self.init_block_table_layout_tensors()
+        self.bound_to: Tensor | None = None
+
+    def init_block_table_layout_tensors(self) -> None:
+        """New memory, as in vLLM, at init and when it wakes up."""
+        self.block_table_ptrs, self.block_table_strides = torch.tensor([7]), torch.tensor([LONGEST // 4])
+        self.block_sizes_tensor = torch.tensor([4])
 
     def compute_slot_mappings(self, states: Tensor, starts: Tensor, positions: Tensor, padded: int) -> Tensor:
         self.slots.fill_(-1)
         for request in range(len(states)):
             for row in range(int(starts[request]), int(starts[request + 1])):
                 assert states[request] >= 0, "the pages of no request were read"
-                self.slots[0, row] = self.pages[states[request], positions[row] // 4] * 4 + positions[row] % 4
+                size = int((self.block_sizes_tensor if self.bound_to is None else self.bound_to)[0])
+                self.slots[0, row] = self.pages[states[request], positions[row] // size] * size + positions[row] % size
         return self.slots[:, :padded]
 
 
@@ -55,8 +63,8 @@ class Drafter:
 
     advance_draft_positions = True
 
-    def __init__(self, backend: str = "TRITON_ATTN") -> None:
-        backend_of = SimpleNamespace(backend=SimpleNamespace(get_name=lambda: backend))
+    def __init__(self, builder: str = "TritonAttentionMetadataBuilder") -> None:
+        backend_of = SimpleNamespace(backend=SimpleNamespace(get_builder_cls=lambda: type(builder, (), {})))
         self.attn_groups = [[backend_of]]
         self.vllm_config = SimpleNamespace(
             parallel_config=SimpleNamespace(decode_context_parallel_size=1), model_config=SimpleNamespace(rswa_window=None)
@@ -167,7 +175,7 @@ def test_batches_without_a_graph_draft_pass_by_pass(extended: type[Drafter], bat
 
 
 def test_attention_that_plans_on_the_cpu_keeps_a_graph_a_pass(extended: type[Drafter]) -> None:
-    ours = extended("FLASHINFER")
+    ours = extended("FlashInferMetadataBuilder")
     ours.idx_mapping.zero_()
     ours.decode_cudagraph_manager.capture = lambda forward: None  # type: ignore[method-assign]
     ours.capture()
@@ -178,10 +186,46 @@ def test_attention_that_plans_on_the_cpu_keeps_a_graph_a_pass(extended: type[Dra
 
 
 def test_what_a_graph_cannot_repeat_is_left_to_vllm() -> None:
-    assert can_fuse(Drafter("FLASH_ATTN")) and can_fuse(Drafter("TRITON_ATTN"))
-    assert not can_fuse(Drafter("FLASHINFER"))
+    assert can_fuse(Drafter("FlashAttentionMetadataBuilder")) and can_fuse(Drafter("TritonAttentionMetadataBuilder"))
+    # The last two go by the name FLASH_ATTN too, and read lengths on the CPU.
+    others = ("FlashInferMetadataBuilder", "AiterFlashAttentionMetadataBuilder", "ChunkedLocalAttentionBuilder")
+    assert not any(can_fuse(Drafter(other)) for other in others)
     shared, windowed, fixed = Drafter(), Drafter(), Drafter()
     shared.vllm_config.parallel_config.decode_context_parallel_size = 2
     windowed.vllm_config.model_config.rswa_window = 64
     fixed.advance_draft_positions = False
     assert not any(can_fuse(drafter) for drafter in (shared, windowed, fixed))
+
+
+def test_after_vllm_wakes_up_its_graphs_still_find_the_pages(extended: type[Drafter]) -> None:
+    """Memory of the cache loses what it held while vLLM sleeps, and vLLM then looks up the pages through tensors that it makes anew."""
+    ours, expected = extended(), after_first_pass(Drafter(), 3)
+    expected._multi_step_decode(3, False, SimpleNamespace(cg_mode=NONE, num_reqs=None), None)
+    ours.capture()
+    tables = ours.block_tables
+    recorded = [tables.block_table_ptrs, tables.block_table_strides, tables.block_sizes_tensor]
+    tables.bound_to = tables.block_sizes_tensor  # as a graph is
+    for tensor in recorded:
+        tensor.fill_(1)
+    tables.init_block_table_layout_tensors()
+    after_first_pass(ours, 3)._multi_step_decode(3, False, SimpleNamespace(cg_mode=FULL, num_reqs=4), None)
+    assert torch.equal(ours.draft_tokens[:3], expected.draft_tokens[:3])
+    assert [int(tensor) for tensor in recorded] == [7, LONGEST // 4, 4]
+
+
+def test_releases_that_call_a_pass_otherwise_or_fuse_them_are_left_alone() -> None:
+    assert is_known(Drafter)
+
+    class Later(Drafter):
+        def _multi_step_decode(self, num_reqs: int, skip_attn: bool, batch: Any, across: Any, lengths: Tensor) -> None:  # type: ignore[override]
+            """Of 0.30, which gives it the lengths on the CPU."""
+
+    class Described(Drafter):
+        def _build_draft_attn_metadata(self, num_reqs: int, batch: Any) -> Any:  # type: ignore[override]
+            """Of a release that passes on the graph's description."""
+
+    class Fused(Drafter):
+        def _generate_fused_drafts(self) -> None:
+            """Records the passes together."""
+
+    assert not any(is_known(drafter) for drafter in (Later, Described, Fused))

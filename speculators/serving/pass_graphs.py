@@ -8,6 +8,7 @@ of it. `SPECULATORS_PASS_GRAPHS=0` leaves vLLM as it is.
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 from typing import Any
 
@@ -15,8 +16,11 @@ from torch import Tensor
 
 VARIABLE = "SPECULATORS_PASS_GRAPHS"
 DONE = "_speculators_pass_graphs"
-# Whose metadata come from kernels alone. Others plan on the CPU what a graph would not repeat.
-BACKENDS = {"FLASH_ATTN", "TRITON_ATTN"}
+# Whose metadata come from kernels alone. Others plan on the CPU what a graph would not repeat; AMD's, and those that change one of
+# these, have a builder of their own under the same backend's name.
+BUILDERS = {"FlashAttentionMetadataBuilder", "TritonAttentionMetadataBuilder"}
+# What the kernel for slots reads of vLLM's block tables, which makes these anew when it wakes up.
+LAYOUT = ("block_table_ptrs", "block_table_strides", "block_sizes_tensor")
 
 
 def replay_passes() -> None:
@@ -27,8 +31,18 @@ def replay_passes() -> None:
         from vllm.v1.worker.gpu.spec_decode.autoregressive.speculator import AutoRegressiveSpeculator
     except ImportError:  # 0.32, which fuses them, keeps the class elsewhere
         return
-    if not hasattr(AutoRegressiveSpeculator.capture, DONE):
+    if is_known(AutoRegressiveSpeculator) and not hasattr(AutoRegressiveSpeculator.capture, DONE):
         extend(AutoRegressiveSpeculator)
+
+
+def is_known(drafter: Any) -> bool:
+    """Whether vLLM's class takes what is given to it here, and does not fuse its passes itself: releases between 0.26 and 0.32 differ."""
+    try:
+        inspect.signature(drafter._multi_step_decode).bind("self", "num_reqs", "skip_attn", "batch_desc", "num_tokens_across_dp")
+        inspect.signature(drafter._build_draft_attn_metadata).bind("self", num_reqs=1, num_reqs_padded=1, num_tokens_padded=1)
+    except TypeError:
+        return False
+    return not hasattr(drafter, "_generate_fused_drafts")
 
 
 def extend(drafter: Any) -> None:
@@ -49,11 +63,13 @@ def extend(drafter: Any) -> None:
             capture(self)
         finally:
             vars(self).pop("_generate_draft", None)
-        setattr(self, DONE, fused)
+        setattr(self, DONE, {name: getattr(self.block_tables, name) for name in LAYOUT} if fused else None)
 
     @functools.wraps(decode)
     def decode_together(self: Any, num_reqs: int, skip_attn: bool, batch_desc: Any, num_tokens_across_dp: Tensor | None) -> None:
-        if getattr(self, DONE, False) and not skip_attn and batch_desc.cg_mode.name == "FULL":
+        layout = getattr(self, DONE, None)
+        if layout is not None and not skip_attn and batch_desc.cg_mode.name == "FULL":
+            keep_layout(self.block_tables, layout)
             self.decode_cudagraph_manager.run_fullgraph(batch_desc)
         else:
             decode(self, num_reqs, skip_attn, batch_desc, num_tokens_across_dp)
@@ -64,10 +80,18 @@ def extend(drafter: Any) -> None:
 
 def can_fuse(speculator: Any) -> bool:
     """Whether a graph can repeat what vLLM's speculator does between two passes."""
-    backends = {group.backend.get_name() for groups in speculator.attn_groups for group in groups}
+    builders = {group.backend.get_builder_cls().__name__ for groups in speculator.attn_groups for group in groups}
     config = speculator.vllm_config
     from_kernels = config.parallel_config.decode_context_parallel_size == 1 and config.model_config.rswa_window is None
-    return bool(speculator.advance_draft_positions) and from_kernels and backends <= BACKENDS
+    return bool(speculator.advance_draft_positions) and from_kernels and builders <= BUILDERS
+
+
+def keep_layout(block_tables: Any, recorded: dict[str, Tensor]) -> None:
+    """Let vLLM's block tables keep the memory that the graphs read, with what vLLM has put into other memory since."""
+    for name, tensor in recorded.items():
+        if (latest := getattr(block_tables, name)) is not tensor:
+            tensor.copy_(latest)
+            setattr(block_tables, name, tensor)
 
 
 def later_passes(
