@@ -138,6 +138,7 @@ def test_more_than_eight_tokens_a_sequence_exceed_vllms_defaults(folder: Path) -
         (["--max-num-batched-tokens", "5"], r"5 is below K \+ 1 = 6"),
         (["--max-num-seqs", "many"], "'many' must be a whole number"),
         (["--speculative-config", "{}"], "--speculative-config is what this command works out"),
+        (["--speculative_config.method", "ngram"], r"--speculative-config\.method is what this command works out"),
         (["--model=elsewhere"], "--model is what this command works out"),
     ],
 )

@@ -21,7 +21,7 @@ def refuse_ours(arguments: Sequence[str]) -> None:
     """
     for argument in arguments:
         name = argument.partition("=")[0].replace("_", "-")
-        if name in _OURS:
+        if name.partition(".")[0] in _OURS:  # vLLM takes keys of a dictionary as --name.key value, in place of what was given for --name
             raise ConfigError(f"{name} is what this command works out from the checkpoint; leave it out (see --verifier and --k)")
 
 
