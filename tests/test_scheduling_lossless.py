@@ -73,7 +73,7 @@ SCHEDULES: dict[str, Callable[[int], LengthSchedule]] = {
     "prefix": lambda rows: PrefixScheduler(rates(rows)),
     "early stop, rows alone": lambda rows: FirstImprovements(),
     "stale capacity": lambda rows: StaleCapacityScheduler(rates(rows), delay=1),
-    "auto": lambda rows: AutoLength([0, 0.1, 0.12, 0.15], [1.0, 1.2, 1.4, 1.6], (0.8, 0.8, 0.8), rows=rows, cut=True),
+    "auto": lambda rows: AutoLength([0, 0.1, 0.12, 0.15], [1.0, 1.05, 1.2, 1.3], (0.8, 0.8, 0.8), rows=rows, cut=True),
 }
 
 
