@@ -164,8 +164,8 @@ def test_a_graph_is_recorded_for_the_longest_sequence_and_vllm_keeps_its_own_pas
     assert "_generate_draft" not in vars(ours)
 
 
-@pytest.mark.parametrize("batch", [SimpleNamespace(cg_mode=NONE, num_reqs=None)])
-def test_batches_without_a_graph_draft_pass_by_pass(extended: type[Drafter], batch: Any) -> None:
+def test_batches_without_a_graph_draft_pass_by_pass(extended: type[Drafter]) -> None:
+    batch = SimpleNamespace(cg_mode=NONE, num_reqs=None)
     ours, expected = extended(), after_first_pass(Drafter(), 3)
     ours.capture()
     after_first_pass(ours, 3)._multi_step_decode(3, False, batch, None)

@@ -214,7 +214,7 @@ class AutoLength:
         self._acceptance = RowAcceptance(acceptance, len(self._draft) - 1, rows)
         self._remaining = np.full(rows, self.UNKNOWN_REMAINING, dtype=np.int64)
         self._rounds = 0
-        self._knows_nothing = not len(acceptance)
+        self._known = len(acceptance) > 0
         self._width = 0  # of the blocks of this round
         self._kept = 0  # the same before confidences made it longer
         self._decided = (-1, 0)  # in which round, for how many rows
@@ -239,7 +239,7 @@ class AutoLength:
         if not len(remaining):
             return 0
         every = max(self.PROBE, len(self._remaining))
-        probe = self._rounds % every == every - 1 or self._knows_nothing
+        probe = self._rounds % every == every - 1 or not (self._rounds or self._known)
         decided = self._rounds // self.HOLD, len(remaining)
         if decided == self._decided and not self.needs_confidence:
             return min(limit, self._width + probe)
@@ -274,7 +274,7 @@ class AutoLength:
 
     def record(self, rounds: Sequence[Round | None], remaining: Sequence[int]) -> None:
         """Learn the rows' acceptance, and what is left to do."""
-        self._rounds, self._knows_nothing = self._rounds + 1, False
+        self._rounds += 1
         self._remaining = np.array(remaining, dtype=np.int64)
         self._acceptance.record(rounds)
 
