@@ -105,13 +105,13 @@ if triton is not None:
         k = (slot % slots).to(tl.int64)
         columns = tile * TILE + tl.arange(0, TILE)
         inside = columns < vocabulary
-        if k < target_slots:
-            source = target + row * target_row_stride + k * target_slot_stride
-            x = tl.load(source + columns, mask=inside, other=float("-inf")).to(tl.float32)
+        if k < target_slots:  # no common name for where they lie: the two may be of different dtypes
+            at = row * target_row_stride + k * target_slot_stride + columns
+            x = tl.load(target + at, mask=inside, other=float("-inf")).to(tl.float32)
             scale = target_scale
         else:
-            source = draft + row * draft_row_stride + (k - target_slots) * draft_slot_stride
-            x = tl.load(source + columns, mask=inside, other=float("-inf")).to(tl.float32)
+            at = row * draft_row_stride + (k - target_slots) * draft_slot_stride + columns
+            x = tl.load(draft + at, mask=inside, other=float("-inf")).to(tl.float32)
             scale = draft_scale
         let_next_start(PDL)
         largest = tl.maximum(tl.max(x, 0), _LOWEST)

@@ -97,7 +97,9 @@ def others() -> None:
         for k in (1, 7):  # Triton compiles a number that is 1 as a constant
             target, draft = Distributions(row_logits[:, : k + 1], 0.8), Distributions(row_logits[:, :k], 0.8)
             numbers: dict[str, Any] = {"seed": 1, "rows": number, "round_index": number[0], "verification": verification}
-            rejection_sampling(drafts[:, :k], number, target, draft, **numbers, **CHOICE)
+            # As the engine calls it: the verifier's logits in its own dtype, the drafts' probabilities in float32.
+            for of_drafts in (draft, Distributions(row_logits[:, :k].float())):
+                rejection_sampling(drafts[:, :k], number, target, of_drafts, **numbers, **CHOICE)
     state = RowState(number, number, number != 0, number)
     round_outcome(state, torch.zeros(1, 7, dtype=torch.int64), number, number, number, torch.arange(2), 9, **CHOICE)
 

@@ -110,8 +110,9 @@ def test_a_new_value_that_is_another_attributes_buffer_is_read_before_it_is_over
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 @pytest.mark.parametrize("name", ["plain", "prompt lookup", *METHODS])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_graphs_give_the_tokens_of_eager_rounds(name: str, temperature: float) -> None:
-    verifier = tiny_verifier("llama", layers=2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_graphs_give_the_tokens_of_eager_rounds(name: str, temperature: float, dtype: torch.dtype) -> None:
+    verifier = tiny_verifier("llama", layers=2, dtype=dtype)
     verifier = Verifier(verifier.model.cuda(), name_or_path="tiny-llama")
     drafter = drafter_of(name, verifier)
     sampling = SamplingParams(temperature=temperature, max_new_tokens=40, ignore_eos=True)

@@ -44,10 +44,12 @@ def block(rows: int, drafts: int, vocabulary: int, dtype: torch.dtype = torch.fl
 def verify(
     case: dict[str, Any], kind: str, verification: str, implementation: str, temperatures: tuple[float, float] = (0.7, 0.8)
 ) -> Acceptance:
-    """Verifier and drafts at a temperature each, as logits or probabilities; the drafts possibly as point masses."""
+    """Verifier and drafts at a temperature each, as logits or float32 probabilities; the drafts possibly as point masses."""
     target, draft = (Distributions(case[name], t) for name, t in zip(("logits", "draft_logits"), temperatures, strict=True))
+    if kind != "logits":
+        draft = Distributions(draft.probabilities())
     if kind == "probabilities":
-        target, draft = Distributions(target.probabilities()), Distributions(draft.probabilities())
+        target = Distributions(target.probabilities())
     return rejection_sampling(
         case["token_ids"],
         case["lengths"],
@@ -62,7 +64,7 @@ def verify(
 
 
 @pytest.mark.parametrize("verification", ["standard", "block"])
-@pytest.mark.parametrize("kind", ["logits", "probabilities", "point mass"])
+@pytest.mark.parametrize("kind", ["logits", "probabilities", "logits beside probabilities", "point mass"])
 @pytest.mark.parametrize(
     ("rows", "drafts", "vocabulary", "dtype"), [(9, 3, 61, torch.float32), (2, 7, 8200, torch.bfloat16), (2, 0, 129, torch.float32)]
 )
