@@ -58,7 +58,7 @@ class Distributions:
     temperature: float | None = None
 
     def probabilities(self) -> Tensor:
-        """[R, n, V] float32."""
+        """[R, n, V]; float32 where they come from logits."""
         return self.values if self.temperature is None else tempered(self.values.float(), self.temperature).softmax(-1)
 
 
