@@ -416,6 +416,8 @@ def test_two_ways_to_choose_lengths_are_refused() -> None:
         generate(verifier(), BlockTable(VOCABULARY), PROMPTS, num_draft_tokens=1.5)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="'several' must be a whole number or 'auto'"):
         generate(verifier(), BlockTable(VOCABULARY), PROMPTS, num_draft_tokens="several")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="True must be a whole number or 'auto'"):
+        generate(verifier(), BlockTable(VOCABULARY), PROMPTS, num_draft_tokens=True)  # type: ignore[arg-type]
 
 
 def test_unusable_prompts_are_refused_naming_the_prompt() -> None:

@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from test_lossless import PROMPTS, SAMPLERS, TEMPERATURE, p_value_of_tokens_2_to_4, small_verifier, transformers_replies, verifier
+from test_lossless import (
+    PROMPTS,
+    SAMPLERS,
+    SMALL_PROMPTS,
+    TEMPERATURE,
+    TOP_P,
+    p_value_of_tokens_2_to_4,
+    small_verifier,
+    transformers_replies,
+    verifier,
+)
 
 from speculators.data.rows import Conversation
 from speculators.decoding import engine
@@ -70,6 +80,29 @@ def untrained(method: str, **options: Any) -> Drafter:
 def test_sampled_replies_of_every_method_follow_the_verifier(method: str) -> None:
     options = {"markov_rank": 4} if method == "dspark" else {}
     assert p_value_of_tokens_2_to_4(TEMPERATURE, untrained(method, **options)) > 1e-3
+
+
+def overflowing(method: str) -> Drafter:
+    """Weights that fit bfloat16 may give infinite activations in float16, and logits that are no numbers."""
+    drafter = untrained(method, **({"markov_rank": 4} if method == "dspark" else {}))
+    assert isinstance(drafter, Speculator)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.mul_(1e30)
+    return drafter
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_greedy_output_does_not_depend_on_a_drafter_whose_arithmetic_overflows(method: str) -> None:
+    sampling = SamplingParams(max_new_tokens=24, ignore_eos=True)
+    plain = generate(small_verifier(), None, SMALL_PROMPTS, sampling).token_ids
+    assert generate(small_verifier(), overflowing(method), SMALL_PROMPTS, sampling).token_ids == plain
+
+
+@pytest.mark.parametrize(("sampler", "verification"), [(TEMPERATURE, "standard"), (TEMPERATURE, "block"), (TOP_P, "standard")])
+@pytest.mark.parametrize("method", METHODS)
+def test_sampled_replies_follow_the_verifier_whatever_overflows_in_the_drafter(method: str, sampler: str, verification: str) -> None:
+    assert p_value_of_tokens_2_to_4(sampler, overflowing(method), 35_000, verification=verification) > 1e-3
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)

@@ -27,7 +27,7 @@ def drafter_for(verifier: Verifier, method: str = "dflash", **options: Any) -> S
     return get_algorithm(method).speculator_class.from_verifier(verifier.weights, **chosen).eval()
 
 
-@pytest.mark.parametrize("value", [None, "1", [1], math.nan, torch.ones(2)], ids=str)
+@pytest.mark.parametrize("value", [None, "1", [1], True, math.nan, torch.ones(2)], ids=str)
 @pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "seed"])
 def test_a_value_that_is_no_number_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"^sampling: {name} = "):

@@ -70,7 +70,7 @@ def check_draft_tokens(drafter: Drafter | None, requested: int | Literal["auto"]
         return 0
     if requested is None or requested == AUTO:
         draft_tokens = drafter.default_draft_tokens
-    elif hasattr(requested, "__index__"):
+    elif hasattr(requested, "__index__") and not isinstance(requested, bool):
         draft_tokens = int(requested)
     else:
         raise ConfigError(f"num_draft_tokens {requested!r} must be a whole number or {AUTO!r}")

@@ -77,7 +77,7 @@ class SamplingParams:
     def _check_types(self) -> None:
         for names, kind, rule in ((_NUMBERS, Real, "a number"), (_WHOLE_NUMBERS, Integral, "a whole number")):
             for name in names:
-                if not isinstance(getattr(self, name), kind):
+                if not isinstance(getattr(self, name), kind) or isinstance(getattr(self, name), bool):
                     raise ConfigError(f"sampling: {name} = {getattr(self, name)!r} must be {rule}")
         if self.stop_token_ids is None:
             return
@@ -292,7 +292,8 @@ class RoundSampler:
         else:
             first = sum(block.shape[1] for block in self._token_ids)
             slots = torch.arange(first, first + logits.shape[1], device=logits.device)
-            distribution = probabilities(logits, self._params, seen)
+            # Where a drafter's arithmetic overflowed, as it may in float16, anything is drawn, and verified as such.
+            distribution = probabilities(logits, self._params, seen).nan_to_num_(nan=1 / logits.shape[-1])
             token_ids = draw(distribution, uniform(self._params.seed, Purpose.DRAFT, self._rows[:, None], self._round, slots))
             self._probabilities.append(distribution)
             if self._estimate_confidence:
