@@ -278,7 +278,7 @@ class DFlash(Speculator):
         announce([self.head_weight()])
         attentions = [layer.self_attn for layer in layers]
         half = config.head_dim // 2
-        cache = DraftState.allocate(config, self._rotary, rows, max_length, device, dtype)
+        cache = DraftState.allocate(config, self._rotary, rows, max_length, device, self.compute_dtype())
         weights = InjectionWeights.stack(
             [attention.k_proj.weight for attention in attentions],
             [attention.v_proj.weight for attention in attentions],

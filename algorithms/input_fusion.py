@@ -314,7 +314,8 @@ class InputFusion(Speculator):
         for layer in self.decoder_layers():
             layer.lay_together()
         announce([self.head_weight() if self.lm_head is None else self.lm_head.weight])
-        state = InputFusionState(DraftState.allocate(self.config.layers, self._rotary, rows, max_length, device, dtype))
+        cache = DraftState.allocate(self.config.layers, self._rotary, rows, max_length, device, self.compute_dtype())
+        state = InputFusionState(cache)
         state.mask_token_id = getattr(self.config, "mask_token_id", None)
         if state.mask_token_id is not None:
             state.placeholder = self.masked_inputs()[0]

@@ -25,6 +25,8 @@ from speculators.kernels.distillation_loss import distillation_loss
 from speculators.kernels.visible_keys import VisibleKeys, visible_blocks, visible_documents
 from speculators.training.batch import TrainingBatch
 
+_LOSS_REPETITIONS = 30  # after a pause the first few take a quarter longer: clocks settle under the power limit
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -291,9 +293,9 @@ def benchmark_loss(shape: Shape, report: Report) -> None:
 
             try:
                 value = float(forward().detach())
-                timing = measure(both, device=device, repetitions=10)
+                timing = measure(both, device=device, repetitions=_LOSS_REPETITIONS)
                 if device.type == "cuda" and candidate != "Liger":  # which asks the device for a number, as a graph cannot
-                    timing = replace(measure(both, device=device, repetitions=10, graph=True), peak_bytes=timing.peak_bytes)
+                    timing = replace(measure(both, device=device, repetitions=_LOSS_REPETITIONS, graph=True), peak_bytes=timing.peak_bytes)
             except torch.OutOfMemoryError:
                 report.add(candidate, None, case=name, rows=rows, note="out of memory")
                 continue

@@ -192,7 +192,14 @@ class Drafter(Protocol):
         ...
 
     def new_state(self, rows: int, max_length: int, device: torch.device, dtype: torch.dtype) -> Any:
-        """Preallocate draft state for `rows` sequences of at most `max_length` tokens each."""
+        """Preallocate draft state for `rows` sequences of at most `max_length` tokens each.
+
+        Args:
+            rows: sequences.
+            max_length: tokens of each, at most.
+            device: of the state.
+            dtype: of the hidden states to observe; the drafter's own keys and values may have another.
+        """
         ...
 
     def observe(self, state: Any, observation: Observation) -> None:
