@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -209,6 +211,29 @@ def test_prepared_batches_leave_oldest_first_beyond_their_number_and_where_memor
     monkeypatch.setattr(graph, "_free_share", lambda device: 0.1 + 0.3 * (4 - len(cache)))  # each holds 0.3 of the device
     graph.reusable(cache, 5, lambda: 5, device)
     assert list(cache) == [4, 2, 5], "made room to half of the device, the one used last stayed"
+
+
+def test_a_prepared_batch_that_leaves_gives_its_memory_back_before_the_next_is_made(
+    verifier: Verifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made() -> Batch:
+        with torch.inference_mode():
+            batch = Batch(
+                verifier, drafter_of("peagle", verifier), PROMPTS, SamplingParams(max_new_tokens=12), 3, FixedLength(), max_length=64
+            )
+            batch.use_static_buffers(capture=False)
+        static_replies(batch, PROMPTS)
+        return batch
+
+    cache: OrderedDict[Any, Batch] = OrderedDict()
+    device = torch.device("cpu")
+    first = weakref.ref(graph.reusable(cache, "first", made, device).anchor)
+    monkeypatch.setattr(graph, "_free_share", lambda device: float(not cache))
+    gc.disable()  # what refers in a circle would stay until the collector's own time
+    try:
+        graph.reusable(cache, "second", lambda: first() is None or pytest.fail("the first one is still there"), device)
+    finally:
+        gc.enable()
 
 
 def test_a_batch_without_static_buffers_runs_as_it_is(verifier: Verifier) -> None:

@@ -86,6 +86,8 @@ def test_a_drafter_takes_hidden_states_of_its_dtype_or_a_narrower_one(method: st
     verifier = tiny_verifier(dtype=states)
     drafter = drafter_for(verifier, method).to(weights)
     if weights in (states, torch.float32):
+        state = drafter.new_state(len(PROMPTS), 16, verifier.device, states)
+        assert state.cache.memory.dtype == weights, "on a GPU attention reads queries and keys of one dtype"
         reply = generate(verifier, drafter, PROMPTS, SamplingParams(max_new_tokens=6)).token_ids
         assert states != torch.float32 or reply == generate(verifier, None, PROMPTS, SamplingParams(max_new_tokens=6)).token_ids
     else:

@@ -10,6 +10,7 @@ whatever shapes the draft state has. Each shape runs once eagerly before that.
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
@@ -198,6 +199,7 @@ def reusable(cache: OrderedDict[Hashable, Any], key: Hashable, make: Callable[[]
     if key not in cache:
         while cache and (len(cache) >= MAX_BATCHES or _free_share(device) < FREE_SHARE):
             cache.popitem(last=False)
+            gc.collect()  # a batch and its graphs refer to one another, and hold the memory until they are found
         cache[key] = make()
     cache.move_to_end(key)
     made: Result = cache[key]
