@@ -6,14 +6,16 @@ linear losses.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Report, Work, measure
+from harness import Report, Timing, Work, measure
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -246,10 +248,16 @@ def liger_loss(coefficients: dict[str, float]) -> Callable[..., Tensor] | None:
     return None
 
 
-def benchmark_loss(shape: Shape, report: Report) -> None:
+def benchmark_loss(shape: Shape, report: Report, peer: Path | None = None) -> None:
     """Loss and gradient of the hidden states, every row supervised: memory of an eager call, time in a CUDA graph where that can be.
 
-    Cross-entropy alone needs no teacher, and nobody computes one for it; ours is timed once more with it, for the acceptance.
+    Cross-entropy alone needs no teacher, and nobody computes one for it but speculators 0.9.0, whose label is the teacher's likeliest
+    token; ours is timed once more with it, for the acceptance.
+
+    Args:
+        shape: sizes.
+        report: where the measurements go.
+        peer: what `peer_losses.py` printed.
     """
     device = report.device
     rows = 7680 if device.type == "cuda" else 60
@@ -301,3 +309,10 @@ def benchmark_loss(shape: Shape, report: Report) -> None:
                 continue
             reference = value if reference is None else reference
             report.add(candidate, timing, work=work, case=name, rows=rows, difference=abs(value - reference) / abs(reference))
+        for line in [] if peer is None else map(json.loads, peer.read_text().splitlines()):
+            if line.pop("case") == name:
+                value = line.pop("loss")
+                # Where there is cross-entropy the labels differ, and so do the values.
+                difference = abs(value - reference) / abs(reference) if reference and not coefficients["cross_entropy"] else None
+                work = Work(flops=6 * rows * shape.vocabulary * shape.hidden, bytes=head.nbytes + 3 * hidden.nbytes)
+                report.add("speculators 0.9.0", Timing(**line), work=work, case=name, rows=rows, difference=difference)
