@@ -324,7 +324,8 @@ if triton is not None:
         drawn = tl.min(tl.where(exceeds, columns, vocabulary), 0)
         drawn = tl.where(drawn == vocabulary, tl.max(tl.where(left > 0.0, columns, 0), 0), drawn)
         # p and q are equal up to rounding, and yet the draft was rejected, which has probability 0 up to rounding.
-        tl.store(next_token + row, tl.where(total > 0.0, drawn.to(tl.int64), token))
+        # Where the verifier's distribution is NaN there may be no draft either: some id, and no index before the first.
+        tl.store(next_token + row, tl.where(total > 0.0, drawn.to(tl.int64), tl.maximum(token, 0)))
 
 
 def _kernel(

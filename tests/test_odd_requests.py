@@ -41,7 +41,7 @@ def test_fractions_of_tokens_are_refused(name: str, value: float) -> None:
         SamplingParams(**{name: value})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("value", [5, "end", ("end",), (1.5,), (None,), (-1,), (2**70,)], ids=str)
+@pytest.mark.parametrize("value", [5, "end", ("end",), (1.5,), (None,), (True,), (-1,), (2**70,)], ids=str)
 def test_stop_tokens_that_are_no_token_ids_are_refused(value: Any) -> None:
     with pytest.raises(ConfigError, match=r"stop_token_ids = .* must be a list of token ids"):
         SamplingParams(stop_token_ids=value)
@@ -108,6 +108,19 @@ def test_a_dtype_too_narrow_for_the_model_is_named() -> None:
     Verifier(copy.deepcopy(model), name_or_path="loud")
     with pytest.raises(CheckpointError, match=r"'loud' computes logits that are not finite in torch\.float16; load it in another dtype"):
         Verifier(model.to(torch.float16), name_or_path="loud")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_a_verifier_whose_arithmetic_overflows_is_refused_by_prompt_and_dtype(broken: float, temperature: float) -> None:
+    verifier = tiny_verifier(dtype=torch.float16)
+    with torch.no_grad():
+        verifier.model.get_input_embeddings().weight[50, 0] = broken
+    sampling = SamplingParams(temperature=temperature, max_new_tokens=4)
+    for drafter in (None, drafter_for(verifier)):
+        with pytest.raises(ConfigError, match=r"after prompt 1 the verifier's hidden state is not finite in torch\.float16: .* bfloat16"):
+            generate(verifier, drafter, [[1, 2, 3], [4, 50], [50, 3]], sampling)
+        assert len(generate(verifier, drafter, [[1, 2, 3], [4]], sampling).token_ids) == 2
 
 
 def test_a_model_that_masks_its_own_logits_is_refused() -> None:

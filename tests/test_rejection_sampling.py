@@ -79,6 +79,22 @@ def test_the_kernels_decide_and_draw_as_the_definition(
         assert 0 < int((actual.accepted == case["lengths"]).sum()) < rows
 
 
+@pytest.mark.parametrize("verification", ["standard", "block"])
+@pytest.mark.parametrize("kind", ["logits", "probabilities", "logits beside probabilities", "point mass"])
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+def test_a_verifier_whose_logits_are_no_numbers_gives_ids_of_the_vocabulary(
+    implementation: str, drafts: int, kind: str, verification: str
+) -> None:
+    """Any other id would be an index out of bounds in the next round, which on a GPU ends the process."""
+    case = block(9, drafts, 61)
+    case["logits"][::2] = float("nan")
+    case["lengths"].clamp_(max=max(0, drafts - 1))  # the last slot has no draft
+    outcome = verify(case, kind, verification, implementation)
+    assert bool(((outcome.next_token >= 0) & (outcome.next_token < 61)).all())
+    assert bool(((outcome.accepted >= 0) & (outcome.accepted <= case["lengths"])).all())
+
+
 @pytest.mark.parametrize("implementation", ["reference", "triton"])
 @pytest.mark.parametrize(("verification", "definition"), [("standard", accept_sampled), ("block", accept_block)])
 def test_at_a_low_temperature_logits_of_ten_thousand_are_verified_as_in_float64(

@@ -138,6 +138,10 @@ def test_draw_in_memory_sized_parts_equals_drawing_at_once(monkeypatch: pytest.M
     assert torch.equal(draw(distribution, uniforms), whole)
 
 
+def test_draw_from_what_is_no_number_is_a_token() -> None:
+    assert draw(torch.full((1, 5), float("nan")), torch.tensor([0.3], dtype=torch.float64)).tolist() == [4]
+
+
 def test_draws_follow_the_distribution() -> None:
     distribution = torch.tensor([0.4, 0.3, 0.2, 0.05, 0.03, 0.02])
     rows = torch.arange(200_000)

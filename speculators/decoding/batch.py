@@ -121,8 +121,10 @@ class Batch:
             counts = (lengths - start).clamp(max=piece_width)
             output = self.verifier.forward(token_ids[:, piece], self.cache, self.taps)
             last = (counts - 1).clamp(min=0)
-            acceptance = self._accept(output.last_hidden_state[self.rows, last][:, None], self._no_drafts())
+            newest = output.last_hidden_state[self.rows, last]
             ends_here = (counts > 0) & (start + counts == lengths)
+            self._check_finite(newest, ends_here)
+            acceptance = self._accept(newest[:, None], self._no_drafts())
             self.anchor = torch.where(ends_here, acceptance.next_token, self.anchor)
             following.scatter_(1, lengths[:, None] - 1, self.anchor[:, None])
             self.cache.lengths = start + counts
@@ -296,6 +298,15 @@ class Batch:
 
     def _no_drafts(self) -> Drafts:
         return Drafts(self.anchor.new_empty(len(self.rows), 0), torch.zeros_like(self.anchor), None)
+
+    def _check_finite(self, hidden_states: Tensor, rows: Tensor) -> None:
+        """Refuse prompts [rows] after which the verifier's state [rows, hidden] is no number: nothing could be drawn from it."""
+        broken = (rows & ~hidden_states.isfinite().all(-1)).nonzero()
+        if len(broken):
+            raise ConfigError(
+                f"after prompt {int(broken[0])} the verifier's hidden state is not finite in {self.verifier.dtype}: its arithmetic"
+                " overflows there, or its weights are damaged; load it in bfloat16 or float32"
+            )
 
     def _check_proposal(self, proposal: Proposal, draft_tokens: int) -> None:
         rows, width = proposal.token_ids.shape

@@ -82,7 +82,7 @@ class SamplingParams:
         if self.stop_token_ids is None:
             return
         ids: Any = self.stop_token_ids  # any sequence, kept so that the request can be a key
-        if not isinstance(ids, Collection) or not all(isinstance(token, Integral) and 0 <= int(token) < 1 << 63 for token in ids):
+        if not isinstance(ids, Collection) or not all(_is_token(token) for token in ids):
             raise ConfigError(f"sampling: stop_token_ids = {ids!r} must be a list of token ids of at least 0, or None for the verifier's")
         object.__setattr__(self, "stop_token_ids", tuple(ids))
 
@@ -95,6 +95,10 @@ class SamplingParams:
     def only_temperature(self) -> bool:
         """Whether nothing but the temperature shapes the distributions."""
         return not self.top_k and self.top_p == 1 and not self.min_p and self.repetition_penalty == 1
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and 0 <= int(value) < 1 << 63
 
 
 def penalised(logits: Tensor, params: SamplingParams, seen: Tensor | None) -> Tensor:
@@ -171,7 +175,7 @@ def draw(distribution: Tensor, uniforms: Tensor) -> Tensor:
 
     Returns:
         [...] int64: the first token whose cumulative probability exceeds the uniform's share of the total, hence never
-        one of probability 0.
+        one of probability 0. Of a distribution that is NaN the last token: some id, and no index behind the end.
     """
     flat = distribution.flatten(0, -2)
     rows_at_once = max(1, MAX_ELEMENTS // flat.shape[-1])
@@ -179,7 +183,7 @@ def draw(distribution: Tensor, uniforms: Tensor) -> Tensor:
     for part, part_uniforms in zip(flat.split(rows_at_once), uniforms.flatten().split(rows_at_once), strict=True):
         cumulative = part.double().cumsum(-1)
         target = part_uniforms[:, None] * cumulative[:, -1:]
-        drawn.append(torch.searchsorted(cumulative, target, right=True)[:, 0])
+        drawn.append(torch.searchsorted(cumulative, target, right=True)[:, 0].clamp(max=flat.shape[-1] - 1))
     return torch.cat(drawn).view(uniforms.shape)
 
 
