@@ -77,12 +77,12 @@ class SamplingParams:
     def _check_types(self) -> None:
         for names, kind, rule in ((_NUMBERS, Real, "a number"), (_WHOLE_NUMBERS, Integral, "a whole number")):
             for name in names:
-                if not isinstance(getattr(self, name), kind) or isinstance(getattr(self, name), bool):
+                if not _is_number(getattr(self, name), kind):
                     raise ConfigError(f"sampling: {name} = {getattr(self, name)!r} must be {rule}")
         if self.stop_token_ids is None:
             return
         ids: Any = self.stop_token_ids  # any sequence, kept so that the request can be a key
-        if not isinstance(ids, Collection) or not all(_is_token(token) for token in ids):
+        if not isinstance(ids, Collection) or not all(_is_number(token, Integral) and 0 <= token < 1 << 63 for token in ids):
             raise ConfigError(f"sampling: stop_token_ids = {ids!r} must be a list of token ids of at least 0, or None for the verifier's")
         object.__setattr__(self, "stop_token_ids", tuple(ids))
 
@@ -97,8 +97,9 @@ class SamplingParams:
         return not self.top_k and self.top_p == 1 and not self.min_p and self.repetition_penalty == 1
 
 
-def _is_token(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and 0 <= int(value) < 1 << 63
+def _is_number(value: Any, kind: type) -> bool:
+    """Whether a value is a number of a kind; truth values are whole numbers to Python, and here none."""
+    return not isinstance(value, bool) and isinstance(value, kind)
 
 
 def penalised(logits: Tensor, params: SamplingParams, seen: Tensor | None) -> Tensor:
