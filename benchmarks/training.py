@@ -259,6 +259,7 @@ def main() -> None:
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=COMMAND", help="another library's step to run beside ours")
     parser.add_argument("--peer-log", action="append", default=[], metavar="NAME=FILE", help="what such a command printed earlier")
     parser.add_argument("--peer-losses", type=Path, metavar="FILE", help="in `loss`, what peer_losses.py printed")
+    parser.add_argument("--chunk-rows", type=int, help="in `loss`, rows that ours takes at a time")
     parser.add_argument("--kernels", action="store_true", help="in `step`, also write a table of each step's kernels")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, default=Path("build/training"), help="path of the JSON and the table, without a suffix")
@@ -273,7 +274,7 @@ def main() -> None:
         elif part == "tiles":
             sweep_tiles(shape, report)
         elif part == "loss":
-            benchmark_loss(shape, report, args.peer_losses)
+            benchmark_loss(shape, report, args.peer_losses, args.chunk_rows)
         elif part == "step":
             for method in args.methods:
                 trace = args.output.with_name(f"{args.output.name}_{method}_kernels.txt") if args.kernels else None

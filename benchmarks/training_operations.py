@@ -248,7 +248,7 @@ def liger_loss(coefficients: dict[str, float]) -> Callable[..., Tensor] | None:
     return None
 
 
-def benchmark_loss(shape: Shape, report: Report, peer: Path | None = None) -> None:
+def benchmark_loss(shape: Shape, report: Report, peer: Path | None = None, chunk_rows: int | None = None) -> None:
     """Loss and gradient of the hidden states, every row supervised: memory of an eager call, time in a CUDA graph where that can be.
 
     Cross-entropy alone needs no teacher, and nobody computes one for it but speculators 0.9.0, whose label is the teacher's likeliest
@@ -258,6 +258,7 @@ def benchmark_loss(shape: Shape, report: Report, peer: Path | None = None) -> No
         shape: sizes.
         report: where the measurements go.
         peer: what `peer_losses.py` printed.
+        chunk_rows: of ours; its own choice when None.
     """
     device = report.device
     rows = 7680 if device.type == "cuda" else 60
@@ -277,7 +278,7 @@ def benchmark_loss(shape: Shape, report: Report, peer: Path | None = None) -> No
     }.items():
 
         def ours(states: Tensor | None, coefficients: dict[str, float] = coefficients) -> Tensor:
-            return distillation_loss(hidden, head, states, labels, weights, **coefficients).loss
+            return distillation_loss(hidden, head, states, labels, weights, chunk_rows=chunk_rows, **coefficients).loss
 
         measured = "ours, with acceptance"
         candidates: dict[str, Callable[[], Tensor]] = {"ours": partial(ours, teacher)}

@@ -61,7 +61,7 @@ if triton is not None:
         matches,  # [M] uint8
         first,
         size,
-        scale,
+        scale: tl.constexpr,  # 1 costs no product
         softcap,
         gradient_scale,
         HAS_BIAS: tl.constexpr,

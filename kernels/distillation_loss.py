@@ -226,7 +226,7 @@ if triton is not None:
         count,
         draft_size,
         teacher_size,
-        scale,
+        scale: tl.constexpr,  # 1 costs no product
         softcap,
         ce_coefficient,
         l1_coefficient,
@@ -239,7 +239,10 @@ if triton is not None:
         WITH_GRADIENT: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
-        """One program a row. The L1 gradient needs <p, s> first, hence a second pass; the other losses need one."""
+        """One program a row. The L1 gradient needs <p, s> first, hence a second pass; the other losses need one.
+
+        The acceptance is not summed: p and q each sum to 1, so that sum min(p, q) = 1 - L1 / 2.
+        """
         row = tl.program_id(0).to(tl.int64)
         draft_row = draft + row * draft_size
         bias_row = bias + row * draft_size
@@ -250,9 +253,11 @@ if triton is not None:
         teacher_row = teacher + position * teacher_size
         log_teacher = tl.load(teacher_log_sums + position)
         log_reached = tl.load(reached_log_sums + position)
-        known = tl.where(label >= 0, 1.0, 0.0)
+        # The gradient of cross-entropy and KL: p - onehot and p - q, weighted.
+        label_weight = tl.where(label >= 0, weight * ce_coefficient, 0.0)
+        teacher_weight = weight * kl_coefficient
+        draft_weight = label_weight + teacher_weight
         l1 = tl.zeros((BLOCK,), tl.float32)  # of every lane by itself, as in `row_log_sum`
-        acceptance = tl.zeros((BLOCK,), tl.float32)
         kl = tl.zeros((BLOCK,), tl.float32)
         signed = tl.zeros((BLOCK,), tl.float32)
         sign_mean = 0.0  # <p, s>
@@ -264,27 +269,28 @@ if triton is not None:
                 z, capped = load_logits(
                     draft_row, bias_row, draft_head_bias, columns, inside, scale, softcap, HAS_BIAS, HAS_HEAD_BIAS, HAS_SOFTCAP
                 )
-                p = tl.exp(z - log_draft)
                 ids = columns
                 if REDUCED:
                     ids = tl.load(draft_ids + columns, mask=inside, other=0)
                 t, _ = load_logits(
                     teacher_row, teacher_row, teacher_head_bias, ids, inside, scale, softcap, False, HAS_HEAD_BIAS, HAS_SOFTCAP
                 )
-                q = tl.exp(t - log_teacher)
+                log_p = z - log_draft
+                log_q = t - log_reached
+                p = tl.exp(log_p)
+                q_reached = tl.exp(log_q)
+                q = q_reached
+                if REDUCED:
+                    q = tl.exp(t - log_teacher)
                 sign = tl.where(p > q, 1.0, tl.where(p < q, -1.0, 0.0))
-                q_reached = tl.exp(t - log_reached)
                 if number == 0:
-                    l1 += (p - q) * sign
-                    acceptance += tl.minimum(p, q)
+                    l1 += tl.abs(p - q)
+                    kl += q_reached * tl.where(inside, log_q - log_p, 0.0)
                     signed += p * sign
-                    kl += q_reached * (tl.where(inside, t - log_reached, 0.0) - tl.where(inside, z - log_draft, 0.0))
                 if WITH_GRADIENT and number == PASSES - 1:
-                    gradient = ce_coefficient * known * (p - tl.where(columns == label, 1.0, 0.0))
-                    gradient += kl_coefficient * (p - q_reached)
+                    gradient = draft_weight * p - teacher_weight * q_reached - tl.where(columns == label, label_weight, 0.0)
                     if HAS_L1:
-                        gradient += l1_coefficient * p * (sign - sign_mean)
-                    gradient = weight * gradient
+                        gradient += weight * l1_coefficient * p * (sign - sign_mean)
                     store_gradient(draft_row, bias_row, columns, inside, gradient, capped, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
             if HAS_L1 and number == 0:
                 sign_mean = tl.sum(signed, 0)
@@ -293,7 +299,7 @@ if triton is not None:
             distance += tl.maximum(1.0 - tl.exp(log_reached - log_teacher), 0.0)
         tl.store(statistics + row, distance)
         tl.store(statistics + count + row, tl.sum(kl, 0))
-        tl.store(statistics + 2 * count + row, tl.sum(acceptance, 0))
+        tl.store(statistics + 2 * count + row, tl.maximum(1.0 - 0.5 * distance, 0.0))
 
 
 def _kernel(task: _Task, inputs: list[Tensor], with_gradient: bool) -> _Result:

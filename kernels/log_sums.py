@@ -107,7 +107,7 @@ if triton is not None:
         choices,  # [n] int64
         stride,
         size,
-        scale,
+        scale: tl.constexpr,  # 1 costs no product
         softcap,
         HAS_BIAS: tl.constexpr,
         HAS_HEAD_BIAS: tl.constexpr,
