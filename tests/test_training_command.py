@@ -182,6 +182,11 @@ def test_a_dry_run_refuses_what_the_run_would_refuse_and_leaves_nothing(
     other = RunFolder(tmp_path / "busy")
     other.open()
     monkeypatch.setitem(sys.modules, "wandb", None)
+    in_the_way = ("log.jsonl", "training.yaml", ".lock", "checkpoints/step-00000002")
+    for number, name in enumerate(in_the_way):
+        (tmp_path / f"way-{number}" / name).mkdir(parents=True)
+    (tmp_path / "way").mkdir()
+    (tmp_path / "way" / "checkpoints").touch()
     before = set(tmp_path.rglob("*"))
     for output, arguments, words in (
         ("run", ("--init-from", tmp_path / "absent"), "absent"),
@@ -195,11 +200,23 @@ def test_a_dry_run_refuses_what_the_run_would_refuse_and_leaves_nothing(
         ("file/run", (), "is a file; name another folder"),
         ("model", (), "holds a model (model.safetensors)"),
         ("busy", (), "another process is training in"),
+        ("way", (), "checkpoints is no folder; move it away"),
+        *((f"way-{number}", (), f"{name} is a folder where training writes a file") for number, name in enumerate(in_the_way[:3])),
+        ("way-3", (), "step-00000002 lies where a checkpoint would be written"),
     ):
         sentences = {refused("--config", path, "--output", tmp_path / output, *arguments, *dry) for dry in ((), ("--dry-run",))}
         assert len(sentences) == 1 and words in sentences.pop(), arguments
         assert set(tmp_path.rglob("*")) == before, arguments
     other.close()
+
+
+def test_settings_that_lie_in_a_new_runs_own_folder_are_not_replaced(verifier: Path, data: Path, tmp_path: Path) -> None:
+    mine = settings_file(tmp_path, verifier, data).rename(tmp_path / SETTINGS_FILE)
+    before = mine.read_text()
+    for arguments in ((), ("--resume",), ("--dry-run",)):
+        sentence = refused("--config", mine, "--output", tmp_path, *arguments)
+        assert f"would replace {mine}, which is of no run; move it away or name another output folder" in sentence
+        assert mine.read_text() == before
 
 
 def test_resuming_what_never_began_starts_and_says_so(verifier: Path, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

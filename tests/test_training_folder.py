@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from tiny_training import DRAFTERS, packed_rows, tiny_config
 from speculators import checkpoint
 from speculators.errors import ConfigError, DataError
 from speculators.training.average import WeightAverage
-from speculators.training.run_folder import RunFolder
+from speculators.training.run_folder import STATE_FILE, RunFolder
 from speculators.training.step import TrainingStep
 from speculators.training.stopping import Best
 from speculators.training.trainer import train
@@ -168,6 +169,93 @@ def test_a_file_where_a_link_would_be_is_refused_and_kept(verifier: Verifier, tm
     with pytest.raises(ConfigError, match=rf"{name} is not a link that training made; move it away or name another"):
         train(verifier, packed_rows(), tiny_config(output=tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def contents(folder: Path) -> dict[str, str | None]:
+    """Every path below a folder, with a file's text or a link's target."""
+    found = {}
+    for path in folder.rglob("*"):
+        found[str(path.relative_to(folder))] = os.readlink(path) if path.is_symlink() else path.read_text() if path.is_file() else None
+    return found
+
+
+@pytest.mark.parametrize(
+    "mine",
+    [
+        *("log.jsonl", "training.yaml", ".lock", "latest", "best", "checkpoints/step-00000500/model.safetensors"),
+        *("checkpoints/step-00000002/notes.txt", "checkpoints/step-00000002", "checkpoints/.step-00000002.partial/notes.txt"),
+        *("checkpoints/.step-00000002.partial", "checkpoints"),
+    ],
+)
+def test_a_new_run_replaces_nothing_that_is_no_runs(verifier: Verifier, tmp_path: Path, mine: str) -> None:
+    run = tmp_path / "run"
+    (run / mine).parent.mkdir(parents=True)
+    (run / mine).symlink_to("../elsewhere") if mine in ("latest", "best") else (run / mine).write_text("mine")
+    before = contents(run)
+    for resume in (False, True):
+        with pytest.raises(ConfigError, match=r"; move it away or name another output folder$") as refused:
+            train(verifier, packed_rows(), tiny_config(output=run), resume=resume)
+        assert str(run / Path(mine).parts[0]) in str(refused.value) and contents(run) == before
+
+
+@pytest.mark.parametrize("name", ["log.jsonl", "training.yaml", ".lock", "README.md"])
+def test_a_folder_where_a_file_would_be_is_refused(verifier: Verifier, tmp_path: Path, name: str) -> None:
+    train(verifier, packed_rows(), tiny_config(output=tmp_path / "old", steps=1))
+    (tmp_path / "old" / name).unlink()
+    for run, resume in ((tmp_path / "old", True), (tmp_path / "new", False)):
+        (run / name).mkdir(parents=True)
+        with pytest.raises(ConfigError, match=rf"{re.escape(name)} is a folder where training writes a file; move it away"):
+            train(verifier, packed_rows(), tiny_config(output=run), resume=resume)
+
+
+def test_a_run_that_died_before_its_first_checkpoint_may_begin_anew(verifier: Verifier, tmp_path: Path) -> None:
+    def crash(record: dict[str, Any]) -> None:
+        raise RuntimeError("power cut")
+
+    for resume in (False, False, True):
+        with pytest.raises(RuntimeError, match="power cut"):
+            train(verifier, packed_rows(), tiny_config(output=tmp_path / "run", steps=2), on_record=crash, resume=resume)
+    train(verifier, packed_rows(), tiny_config(output=tmp_path / "run", steps=2))
+    assert [json.loads(line)["step"] for line in (tmp_path / "run" / "log.jsonl").open()] == [1, 2]
+
+
+def test_pruning_and_clearing_touch_only_what_the_run_made(verifier: Verifier, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train(verifier, packed_rows(), tiny_config(output=run, steps=2))
+    mine = {"step-00000001/model.safetensors", "step-00000002/README.md", ".mystep-1.partial/x", "..step-1.partial/x", "step-9/x"}
+    for name in mine:
+        (run / "checkpoints" / name).parent.mkdir(exist_ok=True)
+        (run / "checkpoints" / name).write_text("mine")
+    (run / ".lock").write_text("mine")
+    train(verifier, packed_rows(), tiny_config(output=run, steps=6, save_every=2), resume=True)
+    left = {str(path.relative_to(run / "checkpoints")) for path in (run / "checkpoints").rglob("*") if path.is_file()}
+    assert {name for name in left if not name.startswith("step-00000006/")} == mine
+    assert (run / ".lock").read_text() == "mine"
+
+
+def test_what_lies_in_a_later_checkpoints_place_is_refused_before_any_training(verifier: Verifier, tmp_path: Path) -> None:
+    run, steps = tmp_path / "run", []
+    train(verifier, packed_rows(), tiny_config(output=run, steps=4, save_every=2, keep_checkpoints=2))
+    (run / "checkpoints" / "step-00000004" / STATE_FILE).unlink()
+    with pytest.raises(ConfigError, match=rf"step-00000004 lies where .* holds no {STATE_FILE} to resume from; move it away"):
+        train(verifier, packed_rows(), tiny_config(output=run, steps=6), resume=True, on_record=lambda record: steps.append(record["step"]))
+    assert steps == []
+    (run / "checkpoints" / "step-00000004").rename(tmp_path / "away")
+    train(verifier, packed_rows(), tiny_config(output=run, steps=6), resume=True, on_record=lambda record: steps.append(record["step"]))
+    assert steps == [3, 4, 5, 6]
+
+
+def test_what_comes_into_a_checkpoints_place_during_the_run_stays(verifier: Verifier, tmp_path: Path) -> None:
+    place = tmp_path / "run" / "checkpoints" / "step-00000004"
+
+    def make(record: dict[str, Any]) -> None:
+        if record["step"] == 3:
+            place.mkdir()
+            (place / "notes.txt").write_text("mine")
+
+    with pytest.raises(DataError, match=r"cannot write the checkpoint of step 4: something else lies at .*; move it away and resume"):
+        train(verifier, packed_rows(), tiny_config(output=tmp_path / "run", save_every=2), on_record=make)
+    assert (place / "notes.txt").read_text() == "mine" and checkpoints_of(tmp_path / "run") == ["step-00000002", "step-00000004"]
 
 
 def test_two_processes_do_not_train_in_one_folder(verifier: Verifier, tmp_path: Path) -> None:
