@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from safetensors import SafetensorError
 
 from speculators.errors import DataError
 
@@ -69,6 +74,24 @@ def write_bytes_atomically(path: Path, content: bytes) -> None:
             stream.write(content)
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         Path(temporary).unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise DataError(f"cannot write {path} ({error.strerror}); make room, or name another file") from None
         raise
+
+
+@contextmanager
+def saving_tensors() -> Iterator[None]:
+    """Around a `save_file` of safetensors, which wraps what the file system refuses: raise it as the OSError that it is.
+
+    Raises:
+        OSError: with its number.
+    """
+    try:
+        yield
+    except SafetensorError as error:
+        refused = re.search(r"\(os error (\d+)\)", str(error))
+        if refused is None:
+            raise
+        raise OSError(int(refused[1]), os.strerror(int(refused[1]))) from error

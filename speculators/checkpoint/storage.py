@@ -31,6 +31,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from speculators.errors import CheckpointError
+from speculators.files import saving_tensors
 
 CONFIG_FILE = "config.json"
 CARD_FILE = "README.md"
@@ -263,6 +264,7 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], max_shard_bytes: 
 
     Raises:
         CheckpointError: one tensor alone is larger than a shard may be.
+        OSError: the file system refuses.
     """
     # A tensor's entry in a safetensors header takes its name and fewer than 120 bytes of dtype, shape and offsets.
     header = 64 + sum(len(name.encode()) + 120 for name in tensors)
@@ -275,7 +277,8 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], max_shard_bytes: 
         )
     split = split_torch_state_dict_into_shards(dict(tensors), max_shard_size=room)
     for name, members in split.filename_to_tensors.items():
-        save_file({member: tensors[member] for member in members}, folder / name, metadata={"format": "pt"})
+        with saving_tensors():
+            save_file({member: tensors[member] for member in members}, folder / name, metadata={"format": "pt"})
         (folder / name).chmod(0o644)  # safetensors makes it readable by its owner alone; config.json beside it is not
     if split.is_sharded:
         write_json(folder / INDEX_FILE, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})

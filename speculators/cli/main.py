@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from typing import Any
 
 import typer
@@ -10,9 +11,11 @@ from typer.core import TyperGroup
 from speculators.cli import calibrate, convert, data, demo, evaluate, generate, inspect, methods, parity, serve, simulate, train
 from speculators.errors import SpeculatorsError
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 
 class OneSentenceErrors(TyperGroup):
-    """A command group that prints bad input as one sentence instead of a traceback. Other exceptions are bugs and pass."""
+    """A command group that prints bad input and a full disk as one sentence instead of a traceback. Other exceptions are bugs and pass."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the chosen subcommand."""
@@ -21,6 +24,11 @@ class OneSentenceErrors(TyperGroup):
         except SpeculatorsError as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(getattr(error, "exit_code", 2)) from None
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            typer.echo(f"error: cannot write {error.filename or 'the result'} ({error.strerror}); make room and start again", err=True)
+            raise typer.Exit(2) from None
 
 
 app = typer.Typer(

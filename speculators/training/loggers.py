@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +13,8 @@ from typing import Any, Protocol
 
 from speculators.errors import ConfigError
 from speculators.files import write_text_atomically
+
+logger = logging.getLogger("speculators")
 
 LOG_FILE = "log.jsonl"
 Record = Mapping[str, Any]
@@ -83,10 +87,14 @@ def check_loggers(names: Sequence[str]) -> None:
 
 
 class JsonLines:
-    """One JSON object a line in `log.jsonl`. Of an existing log it keeps what lies before the point of the resume."""
+    """One JSON object a line in `log.jsonl`. Of an existing log it keeps what lies before the point of the resume.
+
+    Lines that the file system has no room for wait for those after them, and for `write`.
+    """
 
     def __init__(self, facts: RunFacts) -> None:
         self._path = facts.output / LOG_FILE
+        self._waiting = ""
         kept: list[str] = []
         if facts.step and self._path.exists():
             for line in self._path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -101,11 +109,37 @@ class JsonLines:
 
     def log(self, record: Record) -> None:
         """See `Logger.log`."""
-        with self._path.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(record) + "\n")
+        self._waiting += json.dumps(record) + "\n"
+        try:
+            self.write()
+        except OSError as error:
+            logger.warning("cannot write %s (%s): the record of step %d waits", self._path, error.strerror, record["step"])
+
+    def write(self) -> None:
+        """Write what waits, whole or not at all.
+
+        Raises:
+            OSError: the file system refuses.
+        """
+        if not self._waiting:
+            return
+        with self._path.open("ab", buffering=0) as stream:
+            end = stream.seek(0, os.SEEK_END)
+            line = self._waiting.encode()
+            try:
+                while line:
+                    line = line[stream.write(line) :]
+            except OSError:
+                stream.truncate(end)
+                raise
+        self._waiting = ""
 
     def close(self) -> None:
         """See `Logger.close`."""
+        try:
+            self.write()
+        except OSError as error:
+            logger.warning("cannot write %s (%s): its last records are lost", self._path, error.strerror)
 
 
 class TensorBoard:

@@ -22,6 +22,7 @@ from torch import Tensor
 from speculators.config import SpeculatorConfig
 from speculators.data.rows import PackedRows
 from speculators.errors import CheckpointError, ConfigError
+from speculators.files import saving_tensors
 from speculators.registry import get_algorithm
 from speculators.speculator import Speculator
 from speculators.training.config import TrainingConfig
@@ -94,9 +95,13 @@ def write_state(folder: Path, tensors: Mapping[str, Tensor], speculator: Specula
         tensors: on the CPU, contiguous, sharing no memory; named with one of the prefixes above.
         speculator: its configuration.
         point: the run's position.
+
+    Raises:
+        OSError: the file system refuses.
     """
     metadata = {"point": json.dumps(asdict(point)), "speculator": speculator.model_dump_json()}
-    save_file(dict(tensors), folder / STATE_FILE, metadata=metadata)
+    with saving_tensors():
+        save_file(dict(tensors), folder / STATE_FILE, metadata=metadata)
     (folder / STATE_FILE).chmod(0o644)  # safetensors makes it readable by its owner alone
 
 

@@ -39,7 +39,7 @@ _WEIGHTS_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 # A checkpoint that is being written or removed, and the drafter of one as saving it names the folder beside it.
 _PARTIAL_FOLDER = re.compile(r"\.step-\d{8,}\.partial|\.\.step-\d{8,}\.partial\.[0-9a-f]{12}\.partial")
 _LOCK_FILE = ".lock"
-_LOCK_TEXT = "speculators train writes in this folder\n"
+_LOCK_TEXT = b"speculators train writes in this folder\n"
 
 
 class RunFolder:
@@ -51,7 +51,7 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock: IO[str] | None = None
+        self._lock: IO[bytes] | None = None
 
     def check(self) -> None:
         """Refuse a folder that cannot be used, before anything is done for it.
@@ -77,7 +77,7 @@ class RunFolder:
             if os.path.lexists(link) and not self._is_link_of_a_run(link):
                 raise ConfigError(f"{link} is not a link that training made; move it away or name another output folder")
         if (self.path / _LOCK_FILE).is_file():
-            with (self.path / _LOCK_FILE).open() as lock:
+            with (self.path / _LOCK_FILE).open("rb") as lock:
                 self._take(lock, fcntl.LOCK_SH)  # shared: the other processes of this run look at the same time
 
     def _is_link_of_a_run(self, link: Path) -> bool:
@@ -99,7 +99,7 @@ class RunFolder:
                 f"{self.path} holds a model ({found[0].name}), which the trained drafter would replace; name another output folder"
             )
         lock = self.path / _LOCK_FILE
-        if lock.is_file() and lock.read_bytes() == _LOCK_TEXT.encode():
+        if lock.is_file() and lock.read_bytes() == _LOCK_TEXT:
             return
         in_the_way = [self.path / name for name in (LOG_FILE, SETTINGS_FILE) if os.path.lexists(self.path / name)]
         in_the_way += [lock] if lock.is_file() and lock.stat().st_size else []
@@ -152,11 +152,10 @@ class RunFolder:
         """
         make_folder(self.path / CHECKPOINTS)
         try:
-            self._lock = (self.path / _LOCK_FILE).open("a")
+            self._lock = (self.path / _LOCK_FILE).open("ab", buffering=0)
             self._take(self._lock, fcntl.LOCK_EX)
             if not os.fstat(self._lock.fileno()).st_size:
                 self._lock.write(_LOCK_TEXT)
-                self._lock.flush()
         except OSError as error:
             raise DataError(f"cannot write {self.path / _LOCK_FILE} ({error.strerror}); make room or name another output folder") from None
         place = self.path.absolute()
@@ -166,7 +165,7 @@ class RunFolder:
         for folder in half_written:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _take(self, lock: IO[str], kind: int) -> None:
+    def _take(self, lock: IO[bytes], kind: int) -> None:
         try:
             fcntl.flock(lock, kind | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -22,7 +22,7 @@ from speculators.speculator import Speculator
 from speculators.training.checks import check_run
 from speculators.training.config import TrainingConfig
 from speculators.training.graph import Capture, is_large
-from speculators.training.loggers import Logger, RunFacts, open_loggers
+from speculators.training.loggers import JsonLines, Logger, RunFacts, open_loggers
 from speculators.training.memory import clear_when_memory_runs_out
 from speculators.training.meters import with_acceptance_lengths
 from speculators.training.optimizer import DrafterOptimizer
@@ -243,15 +243,17 @@ class Trainer:
             self._log()
         self._evaluate()
         self._save()
-        speculator = self._state.finish(self._files_of_main(), self._point)
-        return speculator.to(self._verifier.dtype)
+        return self._finish().to(self._verifier.dtype)
 
     def close(self) -> None:
         """End what was opened, also after an interruption."""
         self._profiler.close(self.step)
         self._bar.close()
         for each in self._loggers:
-            each.close()
+            try:
+                each.close()
+            except OSError as error:
+                logger.warning("%s cannot end its records (%s)", type(each).__name__, error)
 
     def _begin(self) -> None:
         started = self._clock()
@@ -315,7 +317,10 @@ class Trainer:
         if not self._world.is_main:
             return
         for each in self._loggers:
-            each.log(record)
+            try:
+                each.log(record)
+            except OSError as error:
+                logger.warning("%s cannot take the record of step %d (%s)", type(each).__name__, self.step, error)
         if self._on_record is not None:
             self._on_record(record)
 
@@ -361,17 +366,34 @@ class Trainer:
                 with folder.writing(self.step) if self._world.is_main else nullcontext() as staged:
                     self._state.write(staged, self._point)
             except OSError as error:
-                raise DataError(
-                    f"cannot write the checkpoint of step {self.step} to {folder.path} ({error.strerror or error});"
-                    " the one before it is whole: make room and resume"
-                ) from error
+                raise self._unwritten(f"the checkpoint of step {self.step} to {folder.path}", error) from error
             self._saved = self.step
         best = self._point.best
         if self._world.is_main:
-            if best.value is not None and best.step == self.step:
-                folder.link(BEST, best.step)
-            folder.prune(config.keep_checkpoints, best.step if best.value is not None else None)
+            try:
+                for each in self._loggers:
+                    if isinstance(each, JsonLines):
+                        each.write()
+                if best.value is not None and best.step == self.step:
+                    folder.link(BEST, best.step)
+                folder.prune(config.keep_checkpoints, best.step if best.value is not None else None)
+            except OSError as error:
+                raise self._unwritten(f"the log or the links in {folder.path}, or remove old checkpoints there", error) from error
         self._world.wait()
+
+    def _finish(self) -> Speculator:
+        """The trained drafter, which is saved too."""
+        output = self._files_of_main()
+        try:
+            return self._state.finish(output, self._point)
+        except OSError as error:
+            raise self._unwritten(f"the trained drafter to {output}", error) from error
+
+    def _unwritten(self, what: str, error: OSError) -> DataError:
+        assert self._folder is not None
+        newest = self._folder.newest_step()
+        kept = f"the checkpoint of step {newest} is whole: make room and resume" if newest >= 0 else "make room and start again"
+        return DataError(f"cannot write {what} ({error.strerror or error}); {kept}")
 
 
 def _due(step: int, every: int | None) -> bool:
