@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from speculators.errors import CheckpointError, ConfigError, DataError, Training
 from speculators.speculator import Speculator
 from speculators.training import resume as resume_module
 from speculators.training.run_folder import STATE_FILE
+from speculators.training.saving import RunState
 from speculators.training.step import TrainingStep
 from speculators.training.trainer import train
 from speculators.verifier import Verifier
@@ -115,6 +117,33 @@ def test_sigint_stops_too_and_the_handlers_are_put_back(verifier: Verifier, tmp_
         train(verifier, packed_rows(), tiny_config(output=tmp_path / "run"), on_record=interrupted_after(2, signal.SIGINT))
     assert caught.value.exit_code == 130
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("owner", "name"), [(TrainingStep, "evaluate"), (RunState, "write"), (RunState, "finish")])
+def test_a_signal_after_the_last_step_loses_nothing(
+    verifier: Verifier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, owner: type, name: str
+) -> None:
+    handlers, real = (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)), getattr(owner, name)
+    records: list[dict[str, Any]] = []
+
+    def at_the_end(self: Any, *arguments: Any) -> Any:
+        if records and records[-1]["step"] == 2:
+            os.kill(os.getpid(), number)
+        return real(self, *arguments)
+
+    monkeypatch.setattr(owner, name, at_the_end)
+    # The clock ends this run, so that its last evaluation comes after the loop of steps.
+    config = tiny_config(output=tmp_path / "run", steps=None, time_budget_seconds=150.0, warmup=0.0)
+    arguments: dict[str, Any] = {"held_out": packed_rows(2), "clock": lambda: 100.0 * sum(each["kind"] == "train" for each in records)}
+    with nullcontext() if name == "finish" else pytest.raises(TrainingInterrupted, match="after step 2: the state is in"):
+        train(verifier, packed_rows(), config, on_record=records.append, **arguments)
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
+    assert os.readlink(tmp_path / "run" / "latest") == "checkpoints/step-00000002"
+    monkeypatch.undo()
+    train(verifier, packed_rows(), config, resume=True, **arguments)
+    assert [(each["kind"], each["step"]) for each in records] == [("teacher-forced", 0), ("train", 1), ("train", 2), ("teacher-forced", 2)]
+    assert checkpoint.load(tmp_path / "run", verifier.weights).method == "toy"
 
 
 def test_a_finished_run_resumes_to_what_it_was(verifier: Verifier, tmp_path: Path) -> None:

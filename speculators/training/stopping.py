@@ -69,7 +69,7 @@ class Stop:
 
 @contextmanager
 def stop_signals() -> Iterator[Stop]:
-    """Turn the first SIGINT or SIGTERM into a request to stop after the current step; a second one acts at once."""
+    """Turn the first SIGINT or SIGTERM into a request to stop, for the block to grant; a second one acts at once."""
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop  # Python delivers signals to the main thread only

@@ -239,11 +239,14 @@ class Trainer:
                 improved = (last or _due(self.step, config.evaluate_every)) and self._evaluate()
                 if improved or _due(self.step, config.save_every):
                     self._save()
-        if self.step > self._logged_step:
-            self._log()
-        self._evaluate()
-        self._save()
-        return self._finish().to(self._verifier.dtype)
+            if self.step > self._logged_step:
+                self._log()
+            self._evaluate()
+            self._save()
+            (number,) = self._world.largest(stop.signal or 0)
+            if number:
+                raise self._interrupted(int(number))
+            return self._finish().to(self._verifier.dtype)  # which a signal does not end: the run is complete
 
     def close(self) -> None:
         """End what was opened, also after an interruption."""
