@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from tiny_models import tiny_verifier
 from tiny_training import DRAFTERS, packed_rows, tiny_config
 
@@ -208,6 +209,71 @@ def test_a_damaged_state_is_refused(verifier: Verifier, tmp_path: Path) -> None:
     state = tmp_path / "run" / "latest" / STATE_FILE
     state.write_bytes(state.read_bytes()[:200])
     with pytest.raises(CheckpointError, match="cannot read the training state"):
+        train(verifier, packed_rows(), config, resume=True)
+
+
+def edit_state(path: Path, point: dict[str, Any], metadata: dict[str, str], tensors: dict[str, torch.Tensor | None]) -> None:
+    """Change a stored state by hand; None takes a tensor away."""
+    with safe_open(path, framework="pt") as stream:
+        written = stream.metadata()
+        stored = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118
+    written |= {"point": json.dumps(json.loads(written["point"]) | point)} | metadata
+    save_file({name: value for name, value in (stored | tensors).items() if value is not None}, path, metadata=written)
+
+
+WEIGHT = "slots.0.weight"
+
+
+@pytest.mark.parametrize(
+    ("point", "metadata", "tensors", "said"),
+    [
+        ({"settings": []}, {}, {}, r"its point\.settings is not right \(Input should be an object\)"),
+        ({"step": "4"}, {}, {}, r"its point\.step is not right \(Input should be a valid integer\)"),
+        ({"step": 3}, {}, {}, r"it is the state of step 3"),
+        ({"best": None}, {}, {}, r"its point\.best is not right"),
+        ({}, {"point": "[]"}, {}, r"its point is not right"),
+        ({}, {"speculator": "[]"}, {}, r"it has no configuration of a speculator"),
+        ({}, {}, {f"speculator.{WEIGHT}": None}, rf"speculator\.{WEIGHT} is missing, shape \(32, 64\) is expected"),
+        ({}, {}, {"speculator.more": torch.ones(2)}, r"speculator\.more has shape \(2,\), none is expected"),
+        ({}, {}, {f"average.{WEIGHT}": None}, rf"average\.{WEIGHT} is missing, shape \(32, 64\) is expected"),
+        ({}, {}, {f"average.{WEIGHT}": torch.ones(2, 3)}, rf"average\.{WEIGHT} has shape \(2, 3\), shape \(32, 64\) is expected"),
+        ({}, {}, {f"optimizer.adamw.{WEIGHT}.exp_avg": None}, rf"optimizer\.adamw\.{WEIGHT}\.exp_avg is missing, shape \(32, 64\)"),
+        ({}, {}, {"meters.loss.denominator": torch.ones(2)}, r"the sums of the log under meters\. are incomplete"),
+    ],
+)
+def test_a_state_edited_by_hand_is_refused_in_a_sentence_that_names_the_one_before_it(
+    verifier: Verifier,
+    tmp_path: Path,
+    point: dict[str, Any],
+    metadata: dict[str, str],
+    tensors: dict[str, torch.Tensor | None],
+    said: str,
+) -> None:
+    run = tmp_path / "run"
+    config = tiny_config(output=run, steps=4, save_every=2, keep_checkpoints=2, ema_decay=0.9, log_every=3)
+    train(verifier, packed_rows(), config)
+    newest = run / "checkpoints" / "step-00000004"
+    edit_state(newest / STATE_FILE, point, metadata, tensors)
+    way_out = rf"move {newest} away to resume from the checkpoint of step 2$"
+    with pytest.raises(CheckpointError, match=rf"^cannot read the training state {newest / STATE_FILE}: {said}[^\n]*; {way_out}"):
+        train(verifier, packed_rows(), config, resume=True)
+    newest.rename(tmp_path / "away")
+    steps: list[int] = []
+    train(verifier, packed_rows(), config, resume=True, on_record=lambda record: steps.append(record["step"]))
+    assert steps == [3, 4]
+
+
+def test_a_state_that_is_no_file_is_refused(verifier: Verifier, tmp_path: Path) -> None:
+    config = tiny_config(output=tmp_path / "run", steps=1)
+    train(verifier, packed_rows(), config)
+    state = tmp_path / "run" / "checkpoints" / "step-00000001" / STATE_FILE
+    state.unlink()
+    state.symlink_to("nowhere")
+    with pytest.raises(ConfigError, match=rf"step-00000001 lies where a checkpoint would be written and holds no {STATE_FILE}"):
+        train(verifier, packed_rows(), config, resume=True)
+    state.unlink()
+    state.mkdir()
+    with pytest.raises(CheckpointError, match=r"cannot read the training state .*; move .* away and start again, there is no checkpoint"):
         train(verifier, packed_rows(), config, resume=True)
 
 

@@ -107,9 +107,9 @@ def _stored_state(folder: RunFolder | None, resume: bool, world: World) -> Store
     if newest is not None and not resume:
         raise ConfigError(f"{folder.path} already holds a training run; pass resume=True (--resume) to continue it, or name another folder")
     if world.is_main:  # alone: it is also the one that makes the folder, once nothing can be refused any more
+        folder.check_free(int(step))
         if newest is None:
             folder.check_new()
-        folder.check_free(int(step))
     if newest is None and resume and world.is_main:
         logger.warning("there is no checkpoint in %s to resume: a new run starts at step 0", folder.path)
     return StoredState.read(newest) if newest is not None else None

@@ -171,8 +171,8 @@ class DrafterOptimizer:
             if stored is not None:
                 stored = self._sharding.take(stored)
             if stored is None or stored.shape != own.shape:
-                found = "missing" if stored is None else f"of shape {tuple(stored.shape)}"
-                raise CheckpointError(f"the training state does not fit: {name} is {found}, expected {tuple(own.shape)}; start a new run")
+                found = "is missing" if stored is None else f"has shape {tuple(stored.shape)}"
+                raise CheckpointError(f"{name} {found}, shape {tuple(own.shape)} is expected")
             own.copy_(stored)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -26,7 +27,7 @@ from speculators.files import saving_tensors
 from speculators.registry import get_algorithm
 from speculators.speculator import Speculator
 from speculators.training.config import TrainingConfig
-from speculators.training.run_folder import STATE_FILE
+from speculators.training.run_folder import STATE_FILE, RunFolder
 from speculators.training.stopping import Best
 
 WEIGHTS, OPTIMIZER, AVERAGE, METERS = "speculator.", "optimizer.", "average.", "meters."
@@ -127,21 +128,30 @@ class StoredState:
         """Read the state of a checkpoint folder.
 
         Raises:
-            CheckpointError: the file is damaged.
+            CheckpointError: the file is damaged, or is not one that a run wrote there.
         """
         path = folder / STATE_FILE
         try:
             with safe_open(path, framework="pt") as stream:
-                metadata = stream.metadata()
-                fields = json.loads(metadata["point"])
-                point = ResumePoint(**{**fields, "best": Best(**fields["best"])})
-                speculator = json.loads(metadata["speculator"])
+                metadata = stream.metadata() or {}
+                point = TypeAdapter(ResumePoint).validate_json(metadata.get("point", "null"), strict=True)
+                speculator = json.loads(metadata.get("speculator", "null"))
                 tensors = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"cannot read the training state {path}: {error}; move {folder} away to resume from the checkpoint before it"
-            ) from error
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(["point", *map(str, first["loc"])])
+            raise _damaged(path, f"its {place} is not right ({first['msg']})") from None
+        except (SafetensorError, OSError, ValueError) as error:
+            raise _damaged(path, str(error)) from error
+        if not isinstance(speculator, dict):
+            raise _damaged(path, "it has no configuration of a speculator")
+        if RunFolder(folder.parent.parent).checkpoint(point.step).name != folder.name:
+            raise _damaged(path, f"it is the state of step {point.step}")
         return cls(path, point, speculator, tensors)
+
+    def damaged(self, what: str) -> CheckpointError:
+        """One sentence for a state that cannot be resumed from."""
+        return _damaged(self.path, what)
 
     def check(self, settings: Mapping[str, Any], data: str) -> None:
         """Refuse to continue another run than this one.
@@ -174,12 +184,28 @@ class StoredState:
         return {name.removeprefix(prefix): value for name, value in self.tensors.items() if name.startswith(prefix)}
 
     def load_weights(self, speculator: Speculator) -> None:
-        """Fill a drafter of the same configuration.
+        """Fill a drafter of the same configuration. Averaged weights are checked here and loaded later, once they are spread.
 
         Raises:
             CheckpointError: the tensors do not fit.
         """
-        try:
-            speculator.load_state_dict(self.part(WEIGHTS))
-        except RuntimeError as error:
-            raise CheckpointError(f"the training state {self.path} does not fit this {speculator.method} speculator: {error}") from error
+        self._check_part(WEIGHTS, speculator.state_dict())
+        if self.point.settings.get("ema_decay") is not None:
+            self._check_part(AVERAGE, {name: value for name, value in speculator.named_parameters() if value.requires_grad})
+        speculator.load_state_dict(self.part(WEIGHTS))
+
+    def _check_part(self, prefix: str, expected: Mapping[str, Tensor]) -> None:
+        stored = self.part(prefix)
+        for name in sorted(expected.keys() | stored.keys()):
+            theirs, ours = (tuple(part[name].shape) if name in part else None for part in (stored, expected))
+            if theirs != ours:
+                found = "is missing" if theirs is None else f"has shape {theirs}"
+                wanted = "none is expected" if ours is None else f"shape {ours} is expected"
+                raise self.damaged(f"{prefix}{name} {found}, {wanted}")
+
+
+def _damaged(path: Path, what: str) -> CheckpointError:
+    folder = path.parent
+    earlier = [step for step in RunFolder(folder.parent.parent).steps() if step < int(folder.name.rpartition("-")[2])]
+    way_out = f"to resume from the checkpoint of step {earlier[-1]}" if earlier else "and start again, there is no checkpoint before it"
+    return CheckpointError(f"cannot read the training state {path}: {what}; move {folder} away {way_out}")

@@ -14,6 +14,7 @@ from speculators.checkpoint.native import may_write_card
 from speculators.checkpoint.storage import CARD_FILE
 from speculators.checkpoint.validation import skeleton
 from speculators.data.rows import PackedRows
+from speculators.errors import CheckpointError
 from speculators.speculator import Speculator
 from speculators.training.config import TrainingConfig
 from speculators.training.optimizer import DrafterOptimizer
@@ -57,13 +58,23 @@ class RunState:
         self._card = replace(card, tokens=rows.reply_tokens, seed=config.seed, hardware=hardware)
 
     def load(self, stored: StoredState) -> None:
-        """Take over optimizer state, averages and sums; the weights are loaded before they are spread."""
-        self._optimizer.load_state(stored.part(OPTIMIZER))
+        """Take over optimizer state, averages and sums; the weights are loaded before they are spread.
+
+        Raises:
+            CheckpointError: the optimizer state or the sums do not fit.
+        """
+        try:
+            self._optimizer.load_state(stored.part(OPTIMIZER))
+        except CheckpointError as error:
+            raise stored.damaged(f"{OPTIMIZER}{error}") from None
         if self._step.average is not None:
             for name, value in self._step.average.state().items():
                 value.copy_(self._parallel.sharding.take(stored.part(AVERAGE)[name]))
         if self._parallel.world.is_main:  # summed over the processes when they were stored
-            self._step.meters.load_state(stored.part(METERS), self._optimizer.learning_rate.device)
+            try:
+                self._step.meters.load_state(stored.part(METERS), self._optimizer.learning_rate.device)
+            except (KeyError, RuntimeError):
+                raise stored.damaged(f"the sums of the log under {METERS} are incomplete") from None
 
     def write(self, folder: Path | None, point: ResumePoint) -> None:
         """Write a checkpoint: drafter, card and state. Only rank 0 is given a folder, and only it writes.
