@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from chat_tokenizer import chat_tokenizer
 from tiny_models import tiny_model, tiny_verifier
+from typer.core import TyperGroup
 from typer.testing import CliRunner
 
 from speculators import files
@@ -274,6 +275,14 @@ def test_an_output_that_the_file_system_refuses_is_one_sentence(monkeypatch: pyt
 
     monkeypatch.setattr(files.tempfile, "mkstemp", refuse)
     assert "out.json (Permission denied)" in refused(tmp_path, "methods", "--json", tmp_path / "out.json")
+
+
+def test_a_full_disk_is_one_sentence_whatever_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "model.safetensors")
+
+    monkeypatch.setattr(TyperGroup, "invoke", full)
+    assert "cannot write model.safetensors (No space left on device); make room and start again" in refused(tmp_path, "methods")
 
 
 def test_a_threshold_without_confidence_is_refused_before_the_reply_begins(world: World, tmp_path: Path) -> None:
