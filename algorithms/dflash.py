@@ -21,7 +21,7 @@ from speculators.algorithms.layers import DecoderLayer, Projection, ResidualStre
 from speculators.algorithms.objective import Objective, block_loss
 from speculators.algorithms.options import DrafterOptions, common_config, default_mask_token, taps_for
 from speculators.algorithms.warm_start import continued_config
-from speculators.config import SpeculatorConfig
+from speculators.config import MOST_LAYERS, SpeculatorConfig
 from speculators.decoding.proposal import DraftSampler, Observation, Proposal
 from speculators.kernels.block_attention import attention, block_attention
 from speculators.kernels.kv_injection import InjectionWeights, kv_injection
@@ -103,7 +103,7 @@ class DFlashOptions(DrafterOptions):
         training: objective and anchors.
     """
 
-    num_layers: int = Field(5, ge=1)
+    num_layers: int = Field(5, ge=1, le=MOST_LAYERS)
     sample_from_anchor: bool = False
     is_causal: bool | None = None
     sliding_window_non_causal: bool = False

@@ -13,12 +13,13 @@ from torch import Tensor
 from speculators.algorithms.anchors import Supervision
 from speculators.algorithms.layers import Checkpointing
 from speculators.config import FormatModel
+from speculators.json_values import NoTruthValues
 from speculators.kernels.distillation_loss import DistillationOutput, distillation_loss
 from speculators.speculator import Speculator
 from speculators.training.batch import LossOutput, TrainingBatch
 
 
-class Objective(FormatModel):
+class Objective(NoTruthValues, FormatModel):
     """Loss of a drafter: sum over supervised slots of w_k (ce * CE + l1 * L1 + kl * KL), divided by the sum of w_k.
 
     CE is against a token, L1 = sum |p - q| (twice the total variation) and KL = KL(verifier || drafter)

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from speculators.config import LayerConfig, ProposalConfig, ProposalMethod, SpeculatorConfig, VerifierReference
+from speculators.config import (
+    LARGEST_VOCABULARY,
+    MOST_LAYERS,
+    WIDEST,
+    LayerConfig,
+    ProposalConfig,
+    ProposalMethod,
+    SpeculatorConfig,
+    VerifierReference,
+)
 from speculators.errors import ConfigError
+from speculators.json_values import NoTruthValues
 from speculators.speculator import VerifierWeights
 
 # Rotary embeddings that a drafter shares with its verifier, and the base of one whose verifier has none.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _USUAL_ROPE_THETA = 10000.0
+# Far beyond any drafter: a slip of the keyboard must be refused, not allocated.
+_MOST_DRAFT_TOKENS, _LONGEST_WINDOW = 1 << 12, 1 << 30
 
 
-class DrafterOptions(BaseModel):
+class DrafterOptions(NoTruthValues):
     """Options of every algorithm; each adds its own.
 
     Attributes:
@@ -35,29 +48,32 @@ class DrafterOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
     adjustable: ClassVar[dict[str, str]] = {}
 
-    num_draft_tokens: int = Field(7, ge=1)
-    num_layers: int = Field(1, ge=1)
-    intermediate_size: int | None = Field(None, ge=1)
+    num_draft_tokens: int = Field(7, ge=1, le=_MOST_DRAFT_TOKENS)
+    num_layers: int = Field(1, ge=1, le=MOST_LAYERS)
+    intermediate_size: int | None = Field(None, ge=1, le=WIDEST)
     aux_hidden_state_layer_ids: list[int] | None = None
     mask_token_id: int | None = Field(None, ge=0)
-    draft_vocab_size: int | None = Field(None, ge=1)
-    sliding_window: int | None = Field(None, ge=1)
+    draft_vocab_size: int | None = Field(None, ge=1, le=LARGEST_VOCABULARY)
+    sliding_window: int | None = Field(None, ge=1, le=_LONGEST_WINDOW)
 
     @classmethod
     def parse(cls, method: str, options: dict[str, Any]) -> Self:
         """Validate options given by name.
 
         Raises:
-            ConfigError: an option is unknown (the message lists the known ones) or out of range.
+            ConfigError: an option, or a key inside of one, is unknown (the message lists the known ones) or out of range.
         """
         try:
-            return cls.model_validate(options)
+            chosen = cls.model_validate(options)
         except ValidationError as error:
             first = error.errors()[0]
             key = ".".join(str(part) for part in first["loc"])
             if first["type"] == "extra_forbidden":
                 raise ConfigError(f"{method} has no option {key!r}; it takes {', '.join(cls.model_fields)}") from None
-            raise ConfigError(f"{method} option {key} = {first['input']!r}: {first['msg']}") from None
+            raise ConfigError(f"{method} option {key} = {first['input']!r}: {first['msg'].removeprefix('Value error, ')}") from None
+        for key, known in _unknown_keys(chosen):
+            raise ConfigError(f"{method} has no option {key!r}; there it takes {', '.join(known)}")
+        return chosen
 
     @classmethod
     def stored_in(cls, config: SpeculatorConfig) -> dict[str, Any]:
@@ -73,6 +89,15 @@ class DrafterOptions(BaseModel):
         for name in cls.model_fields.keys() & type(config).model_fields.keys():
             stored.setdefault(name, getattr(config, name))
         return stored
+
+
+def _unknown_keys(model: BaseModel, prefix: str = "") -> Iterator[tuple[str, list[str]]]:
+    """Keys that models of the stored format, which keep what they do not know, were given; and the keys each of these models has."""
+    for key in model.model_extra or {}:
+        yield prefix + key, list(type(model).model_fields)
+    for name in type(model).model_fields:
+        if isinstance(part := getattr(model, name), BaseModel):
+            yield from _unknown_keys(part, f"{prefix}{name}.")
 
 
 def default_taps(num_layers: int) -> list[int]:

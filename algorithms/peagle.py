@@ -28,7 +28,7 @@ from speculators.algorithms.layers import run_layer
 from speculators.algorithms.objective import Objective, block_loss
 from speculators.algorithms.options import default_mask_token
 from speculators.algorithms.partitioning import sum_of_parts
-from speculators.config import SpeculatorConfig
+from speculators.config import MOST_LAYERS, SpeculatorConfig
 from speculators.decoding.proposal import DraftSampler, Proposal
 from speculators.kernels.block_attention import attention
 from speculators.kernels.visible_keys import VisibleKeys
@@ -79,7 +79,7 @@ class PEagleOptions(InputFusionOptions):
 
     adjustable = {**InputFusionOptions.adjustable, "train_embedding": "embed_requires_grad"}
 
-    num_layers: int = Field(4, ge=1)
+    num_layers: int = Field(4, ge=1, le=MOST_LAYERS)
     train_embedding: bool = True
     training: PEagleTraining = Field(default_factory=PEagleTraining)
 

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from speculators.algorithms import objective
 from speculators.algorithms.anchors import Anchors
+from speculators.errors import ConfigError
+from speculators.registry import get_algorithm
 from speculators.speculator import Speculator
 from speculators.training.batch import TrainingBatch
 
@@ -198,6 +200,27 @@ def test_a_drafter_without_verifier_says_how_to_attach_one() -> None:
     config = cls.default_config(verifier_weights(), aux_hidden_state_layer_ids=[1, 2], num_draft_tokens=3)
     with pytest.raises(PairingError, match="attach"):
         cls(config).verifier  # noqa: B018
+
+
+@pytest.mark.parametrize("method", ["eagle3", "peagle", "dflash", "dspark"])
+def test_training_settings_are_refused_where_given_wrongly_and_kept_where_stored(method: str) -> None:
+    speculator_class, weights = get_algorithm(method).speculator_class, verifier_weights()
+    given: dict[str, Any] = {"aux_hidden_state_layer_ids": [1, 2], "mask_token_id": 3}
+    for training, said in (
+        ({"anchor": 1}, rf"{method} has no option 'training\.anchor'; there it takes .*anchors"),
+        ({"anchors": True}, rf"{method} option training\.anchors = True: true and false are no numbers"),
+        ({"depth_weights": [1.0, False]}, "true and false are no numbers"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            speculator_class.default_config(weights, **given, training=training)
+    for option in ("num_layers", "num_draft_tokens"):
+        with pytest.raises(ConfigError, match=rf"{method} option {option} = True: true and false are no numbers"):
+            speculator_class.default_config(weights, **{**given, option: True})
+
+    stored = speculator_class.default_config(weights, **given).model_dump(mode="json")
+    stored["training_options"]["of_a_later_version"] = 1
+    config = speculator_class.config_class.parse(stored)
+    assert config.model_dump(mode="json")["training_options"]["of_a_later_version"] == 1
 
 
 def test_no_anchor_is_the_first_token_of_a_document() -> None:
