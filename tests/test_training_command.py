@@ -116,11 +116,18 @@ def test_a_trained_drafter_says_where_it_comes_from(verifier: Path, data: Path, 
         ({"learning_rate_scale": {"norm": -1}}, (), ("learning_rate_scale holds -1.0",)),
         ({"steps": None, "epochs": float("inf")}, (), ("epochs = inf", "finite")),
         ({"held_out": 0.9999}, (), ("there are no conversations to pack", "hold fewer of them out")),
-        (
-            {"row_length": 2**50},
-            (),
-            ("host memory has no room for 12.0 PiB more", "lower rows_per_step or row_length", "no state was saved yet"),
-        ),
+        ({"row_length": 2**50}, (), ("row_length = 1125899906842624", "less than or equal to 1048576")),
+        ({"rows-per-step": 10**19}, (), ("rows_per_step = 10000000000000000000", "less than or equal to")),
+        ({"keep_checkpoints": 10**320}, ("--dry-run",), ("keep_checkpoints", "less than or equal to")),
+        ({"steps": None, "epochs": 1e308}, (), ("epochs = 1e+308", "less than or equal to")),
+        ({"options": {"num_layers": 10**12}}, (), ("dflash option num_layers = 1000000000000", "less than or equal to 1024")),
+        ({"steps": True}, (), ("steps = True: true and false are no numbers",)),
+        ({"learning_rate_scale": {"fc": True}}, (), ("learning_rate_scale = {'fc': True}: true and false are no numbers",)),
+        ({"options": OPTIONS | {"training": {"anchors": True}}}, (), ("option training.anchors = True: true and false are no numbers",)),
+        ({"options": OPTIONS | {"training": {"anchor": 1}}}, (), ("dflash has no option 'training.anchor'", "anchors")),
+        ({}, ("--option", 'training={"nope":1}'), ("dflash has no option 'training.nope'", "anchors")),
+        ({"rows_per_step": 2}, (), ("run.yaml: 'rows_per_step' is set 2 times",)),  # with underscores and with dashes
+        ({"weight_decay": 1e30}, (), ("weight_decay 1e+30 times the learning rate 0.0006", "below 1")),
         ({}, ("--loggers", "papyrus"), ("loggers", "papyrus", "tensorboard")),
     ],
 )
@@ -152,6 +159,14 @@ def test_a_missing_or_broken_settings_file_is_one_sentence(tmp_path: Path) -> No
     assert "no valid YAML" in refused("--config", tmp_path / "broken.yaml")
     (tmp_path / "list.yaml").write_text("- steps")
     assert "must be a mapping" in refused("--config", tmp_path / "list.yaml")
+    (tmp_path / "twice.yaml").write_text("steps: 1\noptions: {}\nsteps: 2\n")
+    assert "twice.yaml: 'steps' is set 2 times" in refused("--config", tmp_path / "twice.yaml")
+    (tmp_path / "inside.yaml").write_text("options: {training: {anchors: 1, anchors: 2}}\n")
+    assert "inside.yaml: 'anchors' is set 2 times" in refused("--config", tmp_path / "inside.yaml")
+    (tmp_path / "deep.yaml").write_text("[" * 5000)
+    assert "nested too deeply" in refused("--config", tmp_path / "deep.yaml")
+    (tmp_path / "date.yaml").write_text("run_name: 2020-13-45")
+    assert "no valid YAML: month must be in 1..12" in refused("--config", tmp_path / "date.yaml")
 
 
 def test_a_dry_run_says_what_the_run_needs_and_leaves_nothing(verifier: Path, data: Path, tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def parse_settings(pairs: Sequence[str], option: str) -> dict[str, Any]:
             raise ConfigError(f"{option} {pair!r} must have the form key=value")
         try:
             settings[key.strip()] = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             settings[key.strip()] = value
     return settings
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from speculators.errors import ConfigError
+from speculators.json_values import NoTruthValues
+
+# Far beyond any run: a slip of the keyboard must be refused, not allocated or counted to.
+_MOST_STEPS, _MOST_EPOCHS, _MOST_ROWS, _LONGEST_ROW = 10**12, 10**6, 1 << 20, 1 << 20
 
 
-class TrainingConfig(BaseModel):
+class TrainingConfig(NoTruthValues):
     """How a drafter is trained.
 
     The run's length is `steps`, `epochs` or `time_budget_seconds`; with a budget beside one of the others, whichever
@@ -75,15 +79,15 @@ class TrainingConfig(BaseModel):
     draft_vocabulary: Path | None = None
     output: Path | None = None
 
-    steps: int | None = Field(None, ge=1)
-    epochs: float | None = Field(None, gt=0)
+    steps: int | None = Field(None, ge=1, le=_MOST_STEPS)
+    epochs: float | None = Field(None, gt=0, le=_MOST_EPOCHS)
     time_budget_seconds: float | None = Field(None, gt=0)
 
-    rows_per_step: int = Field(16, ge=1)
-    accumulation: int = Field(1, ge=1)
-    row_length: int = Field(1024, ge=2)
+    rows_per_step: int = Field(16, ge=1, le=_MOST_ROWS)
+    accumulation: int = Field(1, ge=1, le=_MOST_ROWS)
+    row_length: int = Field(1024, ge=2, le=_LONGEST_ROW)
 
-    learning_rate: float = Field(6e-4, gt=0)
+    learning_rate: float = Field(6e-4, gt=0, le=100)
     learning_rate_scale: dict[str, float] = Field(default_factory=dict)
     learning_rate_floor: float = Field(0.0, ge=0, le=1)
     warmup: float = Field(0.04, ge=0, lt=1)
@@ -104,16 +108,16 @@ class TrainingConfig(BaseModel):
     parallel: Literal["ddp", "fsdp"] = "ddp"
     shard_verifier: bool = False
 
-    log_every: int = Field(20, ge=1)
+    log_every: int = Field(20, ge=1, le=_MOST_STEPS)
     loggers: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = Field(default_factory=list)
     run_name: str | None = None
-    evaluate_every: int | None = Field(None, ge=1)
+    evaluate_every: int | None = Field(None, ge=1, le=_MOST_STEPS)
     best_by: str | None = None
-    patience: int | None = Field(None, ge=1)
+    patience: int | None = Field(None, ge=1, le=_MOST_STEPS)
     min_improvement: float = Field(0.0, ge=0)
-    save_every: int | None = Field(None, ge=1)
-    keep_checkpoints: int = Field(1, ge=1)
-    profile_steps: int = Field(0, ge=0)
+    save_every: int | None = Field(None, ge=1, le=_MOST_STEPS)
+    keep_checkpoints: int = Field(1, ge=1, le=_MOST_STEPS)
+    profile_steps: int = Field(0, ge=0, le=_MOST_STEPS)
     peak_tflops: float | None = Field(None, gt=0)
     max_damaged_fraction: float = Field(0.05, ge=0, le=1)
     checkpoint_form: Literal["full", "compact"] = "full"
@@ -146,6 +150,12 @@ class TrainingConfig(BaseModel):
             raise ValueError(f"learning_rate_scale holds {least}, a factor must be at least 0")
         if self.rows_per_step % self.accumulation:
             raise ValueError(f"accumulation {self.accumulation} must divide rows_per_step {self.rows_per_step}")
+        fastest = self.learning_rate * max([1.0, *self.learning_rate_scale.values()])
+        if fastest * self.weight_decay >= 1:
+            raise ValueError(
+                f"weight_decay {self.weight_decay} times the learning rate {fastest} is the share of the weights that a step takes away;"
+                " it must be below 1"
+            )
         if self.shard_verifier and self.hidden_states is not None:
             raise ValueError("shard_verifier spreads a verifier that runs; with hidden_states it does not, leave one of them out")
         if self.patience is not None and self.evaluate_every is None:
