@@ -14,6 +14,7 @@ import torch
 from tiny_models import tiny_verifier
 from tiny_training import DRAFTERS, ROW_LENGTH, packed_rows, tiny_config, without_supervision
 
+from speculators.data.rows import Conversation, PackedRows, pack
 from speculators.data.vocabulary import DraftVocabulary, save_vocabulary
 from speculators.errors import ConfigError, DataError
 from speculators.registry import get_algorithm
@@ -121,6 +122,10 @@ def test_epochs_count_whole_steps_only() -> None:
         ({"accumulation": 3}, "accumulation 3 must divide rows_per_step 4"),
         ({"learning_rate": -1}, "learning_rate = -1"),
         ({"lr": 1e-3}, "there is no such field"),
+        *(({name: True}, rf"{name} = True: true and false are no numbers") for name in ("steps", "seed", "rows_per_step", "learning_rate")),
+        ({"betas": [0.9, True]}, "true and false are no numbers"),
+        ({"learning_rate": 1e6}, "learning_rate = 1000000.0: Input should be less than or equal to 100"),
+        ({"learning_rate": 0.1, "weight_decay": 10}, r"weight_decay 10.0 times the learning rate 0.1 .* must be below 1"),
         ({"method": "medusa"}, "unknown method 'medusa'"),
         ({"learning_rate_scale": {"markov": 2.0}}, "'markov' is in the name of no trainable parameter"),
         ({"options": {"tap": 9}}, "layer"),
@@ -233,20 +238,100 @@ def test_float32_precision_beside_a_bfloat16_verifier_is_refused() -> None:
 
 @pytest.mark.parametrize("method", list(DRAFTERS))
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_batch_without_supervised_tokens_changes_nothing_and_is_counted(verifier: Verifier, method: str, optimizer: str) -> None:
-    rows = without_supervision(packed_rows())
+def test_a_batch_without_supervised_tokens_changes_nothing_and_is_counted(
+    verifier: Verifier, method: str, optimizer: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Of the four steps of an epoch only the first has labels; with a constant learning rate it alone is a run of one step.
+    rows = packed_rows(16)
+    later = EpochOrder(16, seed=0).rows(4, 12).tolist()
     settings = {"method": method, "options": DRAFTERS[method], "optimizer": optimizer, "weight_decay": 0.1}
-    trained, records = run(verifier, rows, steps=3, log_every=3, **settings)
-    torch.manual_seed(0)
-    fresh = get_algorithm(method).speculator_class.from_verifier(verifier.weights, **DRAFTERS[method])
-    assert_same_weights(fresh, trained)
-    assert records[-1]["skipped_steps"] == 3 and records[-1]["empty_batches"] == 3
+    settings |= {"warmup": 0.0, "learning_rate_floor": 1.0}
+    expected, _ = run(verifier, rows, steps=1, **settings)
+    with caplog.at_level(logging.WARNING, logger="speculators"):
+        trained, records = run(verifier, without_supervision(rows, *later), steps=4, log_every=2, **settings)
+    assert_same_weights(expected, trained)
+    assert [(record["skipped_steps"], record["empty_batches"]) for record in records] == [(1, 1), (2, 2)]
+    assert caplog.text.count("no step since the last record changed a weight, up to step 4") == 1
+    assert caplog.text.count("no step since") == 1
 
+    fresh, rows = get_algorithm(method).speculator_class.from_verifier(verifier.weights, **DRAFTERS[method]), without_supervision(rows)
     batch = hidden_state_source(verifier, fresh.aux_hidden_state_layer_ids, rows).batch(torch.arange(4))
     loss = fresh.training_loss(batch).loss
     loss.backward()
     assert loss.item() == 0.0
     assert all(parameter.grad is None or not parameter.grad.any() for parameter in fresh.parameters())
+
+
+def lonely_labels(rows: PackedRows) -> PackedRows:
+    """The same rows, every other label taken away: none stands behind another one."""
+    return replace(rows, loss_mask=rows.loss_mask & (rows.position_ids % 2 == 0))
+
+
+@pytest.mark.parametrize("method", list(DRAFTERS))
+def test_rows_from_which_nothing_can_be_learned_are_refused(verifier: Verifier, method: str, tmp_path: Path) -> None:
+    rows, nothing = packed_rows(), lonely_labels(packed_rows())
+    assert nothing.reply_tokens > 0 and nothing.learnable_tokens == 0
+    settings = {"method": method, "options": DRAFTERS[method], "output": tmp_path / "run"}
+    for training, held_out, said in (
+        (nothing, None, r"nothing can be learned from the training rows \(8 of 24 tokens\).*longer replies"),
+        (without_supervision(rows), None, "the training rows"),
+        (rows, nothing, r"nothing can be learned from the held-out rows.*hold more of the conversations out, or none"),
+    ):
+        with pytest.raises(DataError, match=said):
+            train(verifier, training, tiny_config(**settings), held_out=held_out)
+    assert not (tmp_path / "run").exists()
+
+
+def test_learnable_are_the_labels_behind_another_one_but_for_that_of_a_documents_second_token() -> None:
+    def rows(*documents: str) -> PackedRows:
+        return pack([Conversation([5] * len(each), [place == "x" for place in each]) for each in documents], row_length=8)
+
+    assert rows("...xxxx.").learnable_tokens == 3
+    assert rows(".x.x.x.x").learnable_tokens == 0
+    assert rows("xx......").learnable_tokens == 0, "no context in front of the first of them"
+    assert rows("xxx.....").learnable_tokens == 1
+    assert rows("...x", "x...").learnable_tokens == 0, "labels of two documents"
+
+
+def test_a_run_in_which_no_step_learned_ends_without_a_drafter(verifier: Verifier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    toy = get_algorithm("toy").speculator_class
+    real = toy.training_loss
+
+    def explode(self: Speculator, batch: TrainingBatch) -> LossOutput:
+        output = real(self, batch)
+        return replace(output, loss=output.loss * float("inf")) if torch.is_grad_enabled() else output
+
+    monkeypatch.setattr(toy, "training_loss", explode)
+    with pytest.raises(DataError, match=r"none of the 6 steps of this run changed a weight: .*lower learning_rate, or check the data"):
+        train(verifier, packed_rows(), tiny_config(output=tmp_path / "run"), held_out=packed_rows(4, seed=9))
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_a_run_whose_weights_diverged_says_so_instead_of_saving_them(
+    verifier: Verifier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toy = get_algorithm("toy").speculator_class
+    real = toy.training_loss
+    steps = []
+
+    def diverge(self: Speculator, batch: TrainingBatch) -> LossOutput:
+        steps.append(torch.is_grad_enabled())
+        output = real(self, batch)
+        return replace(output, loss=output.loss * float("nan")) if any(steps) and not steps[-1] else output
+
+    monkeypatch.setattr(toy, "training_loss", diverge)
+    config = tiny_config(output=tmp_path / "run", evaluate_every=2, best_by="loss")
+    with pytest.raises(DataError, match="the evaluation after step 2 has no finite loss: the weights have diverged"):
+        train(verifier, packed_rows(), config, held_out=packed_rows(4, seed=9))
+    assert not (tmp_path / "run" / "latest").exists()
+
+
+def test_settings_that_wait_for_evaluations_need_held_out_rows(verifier: Verifier, caplog: pytest.LogCaptureFixture) -> None:
+    for fields in ({"best_by": "loss"}, {"patience": 1, "evaluate_every": 1}):
+        with pytest.raises(ConfigError, match=f"{next(iter(fields))} = .* needs evaluations, and there are no held-out rows"):
+            run(verifier, packed_rows(), **fields)
+    run(verifier, packed_rows(), evaluate_every=2, steps=1)
+    assert "evaluate_every = 2 has no effect: there are no held-out rows" in caplog.text
 
 
 def encode_with_damage(verifier: Verifier, damaged_row: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,12 +14,13 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from tiny_models import tiny_verifier
+from tiny_models import tiny_model, tiny_verifier
 from tiny_training import DRAFTERS, packed_rows, tiny_config
 
 from speculators import checkpoint
 from speculators.errors import CheckpointError, ConfigError, DataError, TrainingInterrupted
 from speculators.speculator import Speculator
+from speculators.training import checks
 from speculators.training import resume as resume_module
 from speculators.training.run_folder import STATE_FILE
 from speculators.training.saving import RunState
@@ -181,6 +182,42 @@ def test_another_run_cannot_resume_this_one(verifier: Verifier, tmp_path: Path, 
     train(verifier, packed_rows(), tiny_config(output=tmp_path / "run", steps=1))
     with pytest.raises(ConfigError, match=said):
         train(verifier, packed_rows(seed=rows_seed), tiny_config(output=tmp_path / "run", **fields), resume=True)
+
+
+def test_another_verifier_of_the_same_shape_cannot_resume_a_run(
+    verifier: Verifier, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def go(folder: str, of: Verifier, steps: int) -> str:
+        caplog.clear()
+        train(of, packed_rows(), tiny_config(output=tmp_path / folder, steps=steps), resume=True)
+        return caplog.text
+
+    other, same = tiny_verifier(seed=4), Verifier(tiny_model("llama", 3), name_or_path="moved/elsewhere")
+    go("run", verifier, 1)
+    with pytest.raises(ConfigError, match=r"belongs to a run with another verifier than '.*' \(their embeddings or heads differ\)"):
+        go("run", other, 2)
+    assert other.weights.head is not other.weights.embedding
+    with torch.no_grad():
+        other.weights.embedding.copy_(verifier.weights.embedding)
+    with pytest.raises(ConfigError, match="belongs to a run with another verifier"):
+        go("run", other, 2)
+
+    assert "name of the verifier moved/elsewhere instead of" in go("run", same, 2)
+    # float16 holds not every value of float32, so that the same verifier looks like another one.
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        steps = 3 + [torch.bfloat16, torch.float16, torch.float32].index(dtype)
+        assert "dtype of the verifier" in go("run", tiny_verifier(seed=3, dtype=dtype), steps)
+
+    def as_before(*arguments: Any) -> dict[str, Any]:
+        settings, recorded = resume_module.run_settings(*arguments), ("name of the verifier", resume_module._VERIFIER)
+        return {key: value for key, value in settings.items() if key not in recorded}
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checks, "run_settings", as_before)
+        go("old", verifier, 1)
+    assert "other settings than it had: steps 2 instead of 1\n" in go("old", verifier, 2), "a run of before verifiers were compared"
+    with pytest.raises(ConfigError, match="belongs to a run with another verifier"):
+        go("old", other, 3)
 
 
 def test_a_resume_says_which_settings_of_the_rest_are_new(verifier: Verifier, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -78,6 +78,15 @@ class PackedRows:
         return int(self.loss_mask.sum())
 
     @property
+    def learnable_tokens(self) -> int:
+        """Number of labels right behind another label of their document, which is not its first token.
+
+        Drafting goes on from a token of the reply, and from a context in front of it: the other labels are never drafted.
+        """
+        behind = self.loss_mask[:, :-1] & (self.document_ids[:, :-1] == self.document_ids[:, 1:]) & (self.position_ids[:, :-1] > 0)
+        return int((behind & self.loss_mask[:, 1:]).sum())
+
+    @property
     def fill(self) -> float:
         """Share of the positions that is not padding."""
         return float((self.document_ids >= 0).float().mean())

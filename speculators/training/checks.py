@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from speculators.data.rows import PackedRows
-from speculators.errors import ConfigError
+from speculators.errors import ConfigError, DataError
 from speculators.positions import check_documents
 from speculators.speculator import Speculator
 from speculators.training.build import build_speculator
@@ -61,7 +61,8 @@ def check_run(
 
     Raises:
         ConfigError: settings contradict each other, the verifier, the hidden states, or the run that is resumed; a package is missing.
-        DataError: the output folder, the disk or the store of hidden states cannot be used, or conversations exceed the verifier's context.
+        DataError: the output folder, the disk or the store of hidden states cannot be used, conversations exceed the verifier's context, or
+            nothing can be learned from them.
         CheckpointError, PairingError: what training starts from cannot be.
     """
     world = World.current()
@@ -71,9 +72,10 @@ def check_run(
     for part in (rows, held_out):
         if part is not None:
             check_documents(part.position_ids, verifier.weights)
+    _check_learnable(rows, held_out)
     folder = None if config.output is None else RunFolder(config.output)
     stored = _stored_state(folder, resume, world)
-    data, settings = fingerprint(rows), run_settings(config, dtype, verifier.dtype)
+    data, settings = fingerprint(rows), run_settings(config, dtype, verifier)
     if stored is not None:
         stored.check(settings, data)
         if world.is_main and (changes := stored.changes(settings)):
@@ -83,7 +85,8 @@ def check_run(
     )
     if stored is not None:
         stored.load_weights(speculator)
-    if config.best_by is not None:
+    _check_evaluations(config, held_out, world)
+    if config.best_by is not None and held_out is not None:
         _check_best_by(config.best_by, verifier, speculator, held_out, dtype)
     if config.hidden_states is not None:
         for part in (rows, held_out):
@@ -115,10 +118,32 @@ def _stored_state(folder: RunFolder | None, resume: bool, world: World) -> Store
     return StoredState.read(newest) if newest is not None else None
 
 
-def _check_best_by(metric: str, verifier: Verifier, speculator: Speculator, held_out: PackedRows | None, dtype: torch.dtype) -> None:
+def _check_learnable(rows: PackedRows, held_out: PackedRows | None) -> None:
+    """Rows in which no label follows another would be trained on, or evaluated, without any loss."""
+    for kind, part, way_out in (
+        ("training", rows, "take conversations with longer replies"),
+        ("held-out", held_out, "hold more of the conversations out, or none"),
+    ):
+        if part is not None and not part.learnable_tokens:
+            raise DataError(
+                f"nothing can be learned from the {kind} rows ({len(part)} of {part.input_ids.shape[1]} tokens): no conversation in them"
+                f" has two reply tokens one after the other behind a prompt; {way_out}, or a larger row_length if that cuts replies off"
+            )
+
+
+def _check_evaluations(config: TrainingConfig, held_out: PackedRows | None, world: World) -> None:
+    """Settings that wait for evaluations wait forever where no rows are held out."""
+    if held_out is not None:
+        return
+    for name in ("best_by", "patience"):
+        if (value := getattr(config, name)) is not None:
+            raise ConfigError(f"{name} = {value!r} needs evaluations, and there are no held-out rows: hold some out, or leave it out")
+    if config.evaluate_every is not None and world.is_main:
+        logger.warning("evaluate_every = %d has no effect: there are no held-out rows", config.evaluate_every)
+
+
+def _check_best_by(metric: str, verifier: Verifier, speculator: Speculator, held_out: PackedRows, dtype: torch.dtype) -> None:
     """The loss of a single row tells which numbers an evaluation will have, long before the first one."""
-    if held_out is None:
-        raise ConfigError(f"best_by = {metric!r} needs evaluations, and there are no held-out rows: hold some out, or leave it out")
     fullest = held_out.loss_mask.sum(dim=1).argmax().view(1)
     batch = ResidentRows(VerifierSource(verifier, speculator.aux_hidden_state_layer_ids), held_out[fullest]).batch(
         torch.zeros_like(fullest).to(verifier.device)

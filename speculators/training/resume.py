@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from speculators.checkpoint.shared import embedding_sha256
 from speculators.config import SpeculatorConfig
 from speculators.data.rows import PackedRows
 from speculators.errors import CheckpointError, ConfigError
@@ -29,11 +30,14 @@ from speculators.speculator import Speculator
 from speculators.training.config import TrainingConfig
 from speculators.training.run_folder import STATE_FILE, RunFolder
 from speculators.training.stopping import Best
+from speculators.verifier import Verifier
 
 WEIGHTS, OPTIMIZER, AVERAGE, METERS = "speculator.", "optimizer.", "average.", "meters."
 
 # Changing one of these makes another run of it.
 _MUST_MATCH = ("method", "options", "draft_vocabulary", "optimizer", "seed", "rows_per_step", "ema_decay", "best_by")
+# Another verifier makes another run too; runs of before this was recorded resume with any.
+_VERIFIER, _VERIFIER_DTYPE = "embedding and head of the verifier", "dtype of the verifier"
 # Changing one of these changes what the rest of the run computes: allowed, and said. Whatever is in neither list (where results
 # go, how often, what is cached, how the run is spread) changes no step, up to rounding.
 _SAID = (
@@ -67,15 +71,21 @@ class ResumePoint:
     best: Best = field(default_factory=Best)
 
 
-def run_settings(config: TrainingConfig, dtype: torch.dtype, verifier_dtype: torch.dtype) -> dict[str, Any]:
-    """What decides the steps of a run, as plain data: fields of its configuration, and what "auto" came to.
+def run_settings(config: TrainingConfig, dtype: torch.dtype, verifier: Verifier) -> dict[str, Any]:
+    """What decides the steps of a run, as plain data: fields of its configuration, what "auto" came to, and the verifier.
 
     Args:
         config: of the run.
         dtype: that matrices are multiplied in.
-        verifier_dtype: of the verifier, whose hidden states are learned from.
+        verifier: whose hidden states are learned from. Models of one shape differ in their embeddings and heads (sha256), as a
+            rule; where only layers between them differ, as after some fine-tunings, only its name tells.
     """
-    resolved = {"precision": str(dtype).removeprefix("torch."), "dtype of the verifier": str(verifier_dtype).removeprefix("torch.")}
+    resolved = {
+        "precision": str(dtype).removeprefix("torch."),
+        _VERIFIER_DTYPE: str(verifier.dtype).removeprefix("torch."),
+        "name of the verifier": verifier.weights.name_or_path,
+        _VERIFIER: [embedding_sha256(table) for table in (verifier.weights.embedding, verifier.weights.head)],
+    }
     return config.model_dump(mode="json", include={*_MUST_MATCH, *_SAID}) | resolved
 
 
@@ -161,12 +171,19 @@ class StoredState:
             data: `fingerprint` of its rows.
 
         Raises:
-            ConfigError: settings or data differ.
+            ConfigError: settings, verifier or data differ.
         """
         for key in _MUST_MATCH:
             theirs, ours = self.point.settings.get(key), settings[key]
             if theirs != ours:
                 raise ConfigError(f"{self.path} belongs to a run with {key} = {theirs!r}, not {ours!r}; choose another output folder")
+        dtypes = {self.point.settings.get(_VERIFIER_DTYPE), settings[_VERIFIER_DTYPE]}
+        rounded = "float16" in dtypes and len(dtypes) > 1  # it holds not every value of the others, so the sums differ
+        if not rounded and self.point.settings.get(_VERIFIER, settings[_VERIFIER]) != settings[_VERIFIER]:
+            raise ConfigError(
+                f"{self.path} belongs to a run with another verifier than {settings['name of the verifier']!r} (their embeddings or heads"
+                " differ); choose another output folder or the same verifier"
+            )
         if self.point.data != data:
             raise ConfigError(f"{self.path} belongs to a run on other training rows; choose another output folder or the same data")
 

@@ -45,6 +45,8 @@ logger = logging.getLogger("speculators")
 
 Record = dict[str, Any]
 
+_NOT_LEARNING = "their gradients were not finite, or nothing in their rows was supervised; lower learning_rate, or check the data"
+
 
 @dataclass(frozen=True)
 class Provenance:
@@ -169,6 +171,7 @@ class Trainer:
             self._point = ResumePoint(0, 0.0, 0.0, checked.settings, checked.data, uuid.uuid4().hex[:8])
         self.step, self._seconds_before = self._point.step, self._point.seconds
         self._saved = self.step if stored is not None else -1
+        self._learned = stored is not None  # whether any step changed the weights
         total_steps = config.total_steps(self._order.num_rows)
         self._progress = Progress(total_steps, config.time_budget_seconds, done=self._point.fraction, created=created, clock=clock)
 
@@ -241,6 +244,7 @@ class Trainer:
                     self._save()
             if self.step > self._logged_step:
                 self._log()
+            self._check_learned()
             self._evaluate()
             self._save()
             (number,) = self._world.largest(stop.signal or 0)
@@ -299,6 +303,10 @@ class Trainer:
         self._logged, self._logged_step = now, self.step
         self._record("train", record)
         self._check_damaged(int(damaged))
+        if record["gradient_norm"] is not None:
+            self._learned = True
+        elif self._world.is_main:
+            logger.warning("no step since the last record changed a weight, up to step %d: %s", self.step, _NOT_LEARNING)
         self._bar.show(self.step, self._progress.fraction(self.step), record)
 
     def _evaluate(self) -> bool:
@@ -310,6 +318,11 @@ class Trainer:
             readings.pop(count)
         record = {"step": self.step, **with_acceptance_lengths(readings)}
         self._record("teacher-forced", record)
+        if record["loss"] is None:
+            raise DataError(
+                f"the evaluation after step {self.step} has no finite loss: the weights have diverged, or the verifier's hidden states are"
+                " not finite; lower learning_rate, or check the verifier's dtype and the data"
+            )
         best = self._point.best.after(record, self._config.best_by, self._config.min_improvement)
         # The start is not what training made: it is evaluated, and never the best.
         self._point = replace(self._point, evaluated=self.step, best=best if self.step else Best())
@@ -341,6 +354,10 @@ class Trainer:
                 f" more than max_damaged_fraction = {self._config.max_damaged_fraction}; check the verifier's dtype and the data"
             )
         logger.warning("skipped %d training rows whose hidden states are not finite", damaged)
+
+    def _check_learned(self) -> None:
+        if self.step and not self._learned:
+            raise DataError(f"none of the {self.step} steps of this run changed a weight: {_NOT_LEARNING}; no drafter was written")
 
     def _open_loggers(self, provenance: Provenance | None) -> list[Logger]:
         """Write the settings and open the log; only in the process that writes."""
