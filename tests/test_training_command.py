@@ -209,6 +209,8 @@ def test_a_dry_run_refuses_what_the_run_would_refuse_and_leaves_nothing(
         ("run", ("--loggers", "wandb"), "logger 'wandb' needs the package of that name"),
         ("run", ("--best-by", "bleu"), "best_by = 'bleu', but evaluations of this drafter have loss"),
         ("run", ("--best-by", "loss", "--held-out", 0), "best_by = 'loss' needs evaluations, and there are no held-out rows"),
+        ("run", ("--patience", 1, "--evaluate-every", 1, "--held-out", 0), "patience = 1 needs evaluations, and there are no"),
+        ("run", ("--row-length", 5), "nothing can be learned from the training rows"),  # cut behind the first token of every reply
         ("run", ("--accumulation", 2, "--rows-per-step", 3), "accumulation 2 must divide rows_per_step 3"),
         ("run", ("--learning-rate-scale", "nowhere=2"), "nowhere"),
         ("file", (), "is a file; name a folder"),
