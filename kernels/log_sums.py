@@ -48,7 +48,8 @@ if triton is not None:
         HAS_BIAS: tl.constexpr, HAS_HEAD_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     ):  # fmt: skip
         """Logits at some columns, -inf outside, and their part under the cap."""
-        capped = tl.load(row + columns, mask=inside, other=0.0).to(tl.float32) * scale
+        STAYS: tl.constexpr = not HAS_SOFTCAP and scale > 0  # -inf does, so that loading it is enough
+        capped = tl.load(row + columns, mask=inside, other=float("-inf") if STAYS else 0.0).to(tl.float32) * scale
         if HAS_HEAD_BIAS:
             capped += tl.load(head_bias + columns, mask=inside, other=0.0).to(tl.float32)
         if HAS_SOFTCAP:
@@ -56,7 +57,7 @@ if triton is not None:
         logits = capped
         if HAS_BIAS:
             logits += tl.load(bias_row + columns, mask=inside, other=0.0).to(tl.float32)
-        return tl.where(inside, logits, float("-inf")), capped
+        return logits if STAYS else tl.where(inside, logits, float("-inf")), capped
 
     @triton.jit
     def store_gradient(row, bias_row, columns, inside, gradient, capped, scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
@@ -69,6 +70,18 @@ if triton is not None:
         tl.store(row + columns, gradient.to(row.dtype.element_ty), mask=inside)
 
     @triton.jit
+    def _row_logits(
+        row, bias_row, head_bias, chosen, index, size, scale, softcap,
+        HAS_BIAS: tl.constexpr, HAS_HEAD_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, REDUCED: tl.constexpr,
+    ):  # fmt: skip
+        """Logits of some of `size` columns, which are places in `chosen` if REDUCED."""
+        inside = index < size
+        columns = index
+        if REDUCED:
+            columns = tl.load(chosen + index, mask=inside, other=0)
+        return load_logits(row, bias_row, head_bias, columns, inside, scale, softcap, HAS_BIAS, HAS_HEAD_BIAS, HAS_SOFTCAP)[0]
+
+    @triton.jit
     def row_log_sum(
         row, bias_row, head_bias, chosen, size, scale, softcap,
         HAS_BIAS: tl.constexpr, HAS_HEAD_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, REDUCED: tl.constexpr,
@@ -77,25 +90,27 @@ if triton is not None:
         """Log-sum-exp of a row's logits and where the largest stands, the first of equal ones; of the `chosen` columns if REDUCED.
 
         A lane keeps its own largest logit and sum, put together at the end: a sum over the program in every step would make it
-        wait. It takes COLUMNS neighbours at a time, so that one exponential rescales for all of them.
+        wait. It takes COLUMNS neighbours at a time, so that one exponential rescales for all of them, and remembers the step of
+        its largest logit; which of the neighbours that is, it looks up once.
         """
         largest = tl.full((LANES,), -1.0e30, tl.float32)  # finite, so that exp(-inf - largest) is 0 and never NaN
         total = tl.zeros((LANES,), tl.float32)
-        choice = tl.zeros((LANES,), tl.int32)
+        found = tl.zeros((LANES,), tl.int32)
+        neighbours = tl.arange(0, LANES)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
         for start in range(0, size, LANES * COLUMNS):
-            index = start + tl.arange(0, LANES)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-            inside = index < size
-            columns = index
-            if REDUCED:
-                columns = tl.load(chosen + index, mask=inside, other=0)
-            z, _ = load_logits(row, bias_row, head_bias, columns, inside, scale, softcap, HAS_BIAS, HAS_HEAD_BIAS, HAS_SOFTCAP)
+            z = _row_logits(
+                row, bias_row, head_bias, chosen, start + neighbours, size, scale, softcap, HAS_BIAS, HAS_HEAD_BIAS, HAS_SOFTCAP, REDUCED
+            )
             peak = tl.max(z, 1)
-            choice = tl.where(peak > largest, tl.min(tl.where(z == peak[:, None], index, size), 1), choice)
+            found = tl.where(peak > largest, start, found)
             peak = tl.maximum(peak, largest)
             total = total * tl.exp(largest - peak) + tl.sum(tl.exp(z - peak[:, None]), 1)
             largest = peak
+        index = found[:, None] + neighbours
+        z = _row_logits(row, bias_row, head_bias, chosen, index, size, scale, softcap, HAS_BIAS, HAS_HEAD_BIAS, HAS_SOFTCAP, REDUCED)
         top = tl.max(largest, 0)
-        return top + tl.log(tl.sum(total * tl.exp(largest - top), 0)), tl.min(tl.where(largest == top, choice, size - 1), 0)
+        choice = tl.min(tl.min(tl.where(z == top, index, size - 1), 1), 0)
+        return top + tl.log(tl.sum(total * tl.exp(largest - top), 0)), choice
 
     @triton.jit
     def _log_sums_kernel(
