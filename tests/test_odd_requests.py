@@ -98,7 +98,8 @@ def test_a_drafter_takes_hidden_states_of_its_dtype_or_a_narrower_one(method: st
 @pytest.mark.parametrize("option", [{"num_layers": 10**5}, {"intermediate_size": 10**9}], ids=str)
 @pytest.mark.parametrize("method", ["peagle", "dflash", "dspark"])
 def test_a_drafter_of_absurd_size_is_refused_in_one_sentence(method: str, option: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match=r"^the drafter's layers for 'tiny-llama': .* less than or equal to"):
+    ((name, value),) = option.items()
+    with pytest.raises(ConfigError, match=f"^{method} option {name} = {value}: Input should be less than or equal to"):
         drafter_for(tiny_verifier(), method, **option)
 
 
