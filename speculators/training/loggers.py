@@ -48,6 +48,13 @@ class Logger(Protocol):
         """Take one record."""
         ...
 
+    def flush(self) -> None:
+        """A checkpoint was saved: whatever of the run's own record still waits must be written now.
+
+        Raises:
+            OSError: the file system refuses.
+        """
+
     def close(self) -> None:
         """The run has ended, or was interrupted."""
         ...
@@ -86,10 +93,10 @@ def check_loggers(names: Sequence[str]) -> None:
         _package(name)
 
 
-class JsonLines:
+class JsonLines(Logger):
     """One JSON object a line in `log.jsonl`. Of an existing log it keeps what lies before the point of the resume.
 
-    Lines that the file system has no room for wait for those after them, and for `write`.
+    Lines that the file system has no room for wait for those after them, and for `flush`.
     """
 
     def __init__(self, facts: RunFacts) -> None:
@@ -111,16 +118,12 @@ class JsonLines:
         """See `Logger.log`."""
         self._waiting += json.dumps(record) + "\n"
         try:
-            self.write()
+            self.flush()
         except OSError as error:
             logger.warning("cannot write %s (%s): the record of step %d waits", self._path, error.strerror, record["step"])
 
-    def write(self) -> None:
-        """Write what waits, whole or not at all.
-
-        Raises:
-            OSError: the file system refuses.
-        """
+    def flush(self) -> None:
+        """See `Logger.flush`; what waits is written whole or not at all."""
         if not self._waiting:
             return
         with self._path.open("ab", buffering=0) as stream:
@@ -137,12 +140,12 @@ class JsonLines:
     def close(self) -> None:
         """See `Logger.close`."""
         try:
-            self.write()
+            self.flush()
         except OSError as error:
             logger.warning("cannot write %s (%s): its last records are lost", self._path, error.strerror)
 
 
-class TensorBoard:
+class TensorBoard(Logger):
     """Event files in `output/tensorboard`."""
 
     def __init__(self, facts: RunFacts) -> None:
@@ -161,7 +164,7 @@ class TensorBoard:
         self._writer.close()
 
 
-class WeightsAndBiases:
+class WeightsAndBiases(Logger):
     """A run of the project "speculators" at Weights & Biases; offline where WANDB_MODE says so."""
 
     def __init__(self, facts: RunFacts) -> None:
@@ -179,7 +182,7 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-class Trackio:
+class Trackio(Logger):
     """A run of the project "speculators" in trackio's local dashboard."""
 
     def __init__(self, facts: RunFacts) -> None:
@@ -195,7 +198,7 @@ class Trackio:
         self._trackio.finish()
 
 
-class MLflow:
+class MLflow(Logger):
     """A run of the experiment "speculators" at MLFLOW_TRACKING_URI."""
 
     def __init__(self, facts: RunFacts) -> None:

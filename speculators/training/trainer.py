@@ -22,7 +22,7 @@ from speculators.speculator import Speculator
 from speculators.training.checks import check_run
 from speculators.training.config import TrainingConfig
 from speculators.training.graph import Capture, is_large
-from speculators.training.loggers import JsonLines, Logger, RunFacts, open_loggers
+from speculators.training.loggers import Logger, RunFacts, open_loggers
 from speculators.training.memory import clear_when_memory_runs_out
 from speculators.training.meters import with_acceptance_lengths
 from speculators.training.optimizer import DrafterOptimizer
@@ -392,8 +392,7 @@ class Trainer:
         if self._world.is_main:
             try:
                 for each in self._loggers:
-                    if isinstance(each, JsonLines):
-                        each.write()
+                    each.flush()
                 if best.value is not None and best.step == self.step:
                     folder.link(BEST, best.step)
                 folder.prune(config.keep_checkpoints, best.step if best.value is not None else None)
