@@ -162,6 +162,9 @@ def test_settings_are_json_where_they_can_be() -> None:
     assert parse_settings(["a=7", "b=[2, 15]", "c=gated", "d=true"], "--option") == {"a": 7, "b": [2, 15], "c": "gated", "d": True}
     with pytest.raises(ConfigError, match="--option 'layers' must have the form key=value"):
         parse_settings(["layers"], "--option")
+    for broken in ("training={anchors: 8}", "taps=[2, 15", "deep=" + 5000 * "["):
+        with pytest.raises(ConfigError, match="is no JSON; names and texts inside need double quotes"):
+            parse_settings([broken], "--option")
 
 
 def test_the_demo_decodes_the_first_prompt_of_each_benchmark_set() -> None:

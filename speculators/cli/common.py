@@ -93,7 +93,7 @@ def parse_settings(pairs: Sequence[str], option: str) -> dict[str, Any]:
     """`key=value` pairs; values are JSON where they parse as JSON (7, 0.5, true, [2, 15, 27]), else text.
 
     Raises:
-        ConfigError: a pair has no "=".
+        ConfigError: a pair has no "=", or a value that begins as a JSON list or object is none.
     """
     settings: dict[str, Any] = {}
     for pair in pairs:
@@ -103,6 +103,8 @@ def parse_settings(pairs: Sequence[str], option: str) -> dict[str, Any]:
         try:
             settings[key.strip()] = json.loads(value)
         except (ValueError, RecursionError):
+            if value.strip().startswith(("{", "[")):
+                raise ConfigError(f'{option} {pair!r} is no JSON; names and texts inside need double quotes: {{"name": 1}}') from None
             settings[key.strip()] = value
     return settings
 
