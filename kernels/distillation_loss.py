@@ -39,6 +39,7 @@ from torch.nn import functional as F
 
 from speculators.kernels.cross_entropy import cross_entropy_
 from speculators.kernels.frozen_head import FrozenHead, label_columns
+from speculators.kernels.linear_cross_entropy import linear_cross_entropy, sweep_rows
 from speculators.kernels.log_sums import head_flags, log_sums
 from speculators.kernels.row_chunks import Chunk, row_chunks
 
@@ -309,17 +310,22 @@ def _kernel(task: _Task, inputs: list[Tensor], with_gradient: bool) -> _Result:
         return result
     head, draft_head = task.head, task.draft_head
     hidden, *bias = inputs
+    labels = task.labels
+    if task.teacher_hidden is None and task.draft_rows is not None:
+        assert labels is not None
+        columns, known = label_columns(labels, len(head.weight), task.draft_rows)
+        labels = torch.where(known, columns, -1)
+    if task.teacher_hidden is None and not bias:
+        assert labels is not None
+        for chunk in task.chunks:
+            _sweep(task, chunk, hidden, labels, result, with_gradient)
+        return result
     # Where nothing comes between W h and M f, the bias is added to the logits; a capped or scaled head keeps the two apart.
     apart = bool(bias) and (head.softcap is not None or head.scale != 1.0)
     draft_buffer = hidden.new_empty(max(chunk.count for chunk in task.chunks), len(draft_head.weight))
     teachers = 0 if task.teacher_hidden is None else max(chunk.teacher_count for chunk in task.chunks)
     teacher_buffer = hidden.new_empty(teachers, len(head.weight))
     bias_buffer = torch.empty_like(draft_buffer) if apart else draft_buffer
-    labels = task.labels
-    if task.teacher_hidden is None and task.draft_rows is not None:
-        assert labels is not None
-        columns, known = label_columns(labels, len(head.weight), task.draft_rows)
-        labels = torch.where(known, columns, -1)
     for chunk in task.chunks:
         draft, bias_logits = draft_buffer[: chunk.count], bias_buffer[: chunk.count]
         torch.mm(chunk.take(hidden), draft_head.weight.T, out=draft)
@@ -407,10 +413,34 @@ def _launch(
     result.matches[chunk.rows] = task.matches(draft_choices, targets) & used
 
 
+def _sweep(task: _Task, chunk: Chunk, hidden: Tensor, labels: Tensor, result: _Result, with_gradient: bool) -> None:
+    """One chunk without teacher and Markov bias; `labels` [M] are columns, anything else for none."""
+    own = labels[chunk.rows]
+    known = (own >= 0) & (own < len(task.draft_head.weight))
+
+    def weigh(cross_entropy: Tensor) -> Tensor:
+        return task.cross_entropy * task.weigh(chunk, -cross_entropy, known)
+
+    cross_entropy, matches = linear_cross_entropy(
+        chunk.take(hidden),
+        task.draft_head,
+        own,
+        chunk.rows,
+        weigh=weigh if with_gradient else None,
+        gradient=result.gradients[0] if with_gradient else None,
+        implementation="triton",
+    )
+    if not with_gradient:
+        weigh(cross_entropy)
+    used = task.weights[chunk.rows] != 0
+    result.statistics[0, chunk.rows] = torch.where(used, cross_entropy, 0.0)
+    result.matches[chunk.rows] = matches & used
+
+
 def _launch_alone(
     task: _Task, chunk: Chunk, draft: Tensor, bias_logits: Tensor | None, labels: Tensor, result: _Result, with_gradient: bool
 ) -> None:
-    """The kernel of one chunk without a teacher, likewise; `labels` [M] are columns, anything else for none."""
+    """The kernel of one chunk with a Markov bias and without a teacher, likewise; `labels` as in `_sweep`."""
 
     def launch(gradient_scale: float | None) -> None:
         cross_entropy_(
@@ -531,6 +561,8 @@ def distillation_loss(
     frozen = FrozenHead(head.detach(), head_bias, float(logit_scale), logit_softcap).to(dtype)
     draft_head = frozen.select(draft_rows)
     weights = weights.detach().to(accurate)
+    if chunk_rows is None and teacher_hidden is None and bias_factors is None and use_kernel:
+        chunk_rows = sweep_rows(draft_head)
     chunk_rows = chunk_rows or frozen.default_chunk_rows(len(draft_head.weight), 0 if teacher_hidden is None else len(head))
     task = _Task(
         frozen,
