@@ -25,9 +25,6 @@ charge the drafter for the tokens it cannot propose. CE is zero where the label 
 otherwise, is taken against q renormalised to the draft vocabulary. Draft logits have its columns only.
 """
 
-# Triton's kernels are typed by what they are launched with.
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -38,16 +35,14 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from speculators.kernels.cross_entropy import cross_entropy_
+from speculators.kernels.distillation_rows import RowSums, distil_rows_, row_losses
 from speculators.kernels.frozen_head import FrozenHead, label_columns
 from speculators.kernels.linear_cross_entropy import linear_cross_entropy, sweep_rows
-from speculators.kernels.log_sums import head_flags, log_sums
+from speculators.kernels.log_sums import log_sums
 from speculators.kernels.row_chunks import Chunk, row_chunks
 
 try:
     import triton
-    import triton.language as tl
-
-    from speculators.kernels.log_sums import load_logits, store_gradient
 except ImportError:  # no build for this platform: the reference serves it
     triton = None
 
@@ -146,33 +141,6 @@ class _Result:
 # -- the definition ----------------------------------------------------------------------------------------------
 
 
-def _row_losses(log_p: Tensor, teacher_logits: Tensor | None, columns: Tensor, known: Tensor, draft_rows: Tensor | None) -> Tensor:
-    """The definition, for autograd to differentiate.
-
-    Args:
-        log_p: [n, Vd], the drafter's log-probabilities.
-        teacher_logits: [n, V] or None.
-        columns: [n] int64, the label's column.
-        known: [n] bool, whether it has one.
-        draft_rows: [Vd] int64 or None.
-
-    Returns:
-        [4, n] cross-entropy, L1, KL and acceptance; [1, n] without a teacher.
-    """
-    cross_entropy = torch.where(known, -log_p.gather(1, columns[:, None])[:, 0], 0.0)
-    if teacher_logits is None:
-        return cross_entropy[None]
-    log_q, p = F.log_softmax(teacher_logits, dim=1), log_p.exp()
-    q = log_q.exp()
-    unreachable = torch.zeros_like(cross_entropy)
-    if draft_rows is not None:
-        unreachable = q.index_fill(1, draft_rows, 0.0).sum(dim=1)
-        q, log_q = q[:, draft_rows], F.log_softmax(teacher_logits[:, draft_rows], dim=1)
-    l1 = (p - q).abs().sum(dim=1) + unreachable
-    kl = (log_q.exp() * (log_q - log_p)).sum(dim=1)
-    return torch.stack([cross_entropy, l1, kl, torch.minimum(p, q).sum(dim=1)])
-
-
 def _reference(task: _Task, inputs: list[Tensor], with_gradient: bool) -> _Result:
     """Plain PyTorch on any device, gradients by autograd. `inputs`: hidden, and bias_factors with bias_head."""
     terms = [(c, term) for term, c in enumerate((task.cross_entropy, task.l1, task.kl)) if c]
@@ -191,7 +159,7 @@ def _reference(task: _Task, inputs: list[Tensor], with_gradient: bool) -> _Resul
             log_p = F.log_softmax(draft_logits, dim=1)
             with torch.no_grad():
                 weights = task.weigh(chunk, log_p.gather(1, columns[:, None])[:, 0], known)
-            losses = _row_losses(log_p, teacher_logits, columns, known, task.draft_rows)
+            losses = row_losses(log_p, teacher_logits, columns, known, task.draft_rows)
             if torch.is_grad_enabled():
                 loss = torch.stack([(c * weights * losses[term]).sum() for c, term in terms]).sum()
                 gradients = torch.autograd.grad(loss, leaves)
@@ -206,101 +174,6 @@ def _reference(task: _Task, inputs: list[Tensor], with_gradient: bool) -> _Resul
 
 
 # -- the kernels -------------------------------------------------------------------------------------------------
-
-if triton is not None:
-
-    @triton.jit
-    def _distillation_kernel(
-        draft,  # [n, Vd] W h; becomes the gradient of W h
-        bias,  # [n, Vd] M f; becomes the gradient of M f
-        teacher,  # [t, V] W h_teacher
-        draft_head_bias,  # [Vd]
-        teacher_head_bias,  # [V]
-        draft_ids,  # [Vd] verifier ids
-        draft_log_sums,  # [n]
-        teacher_log_sums,  # [t]
-        reached_log_sums,  # [t], over the draft vocabulary
-        positions,  # [n] rows of the teacher
-        labels,  # [n] columns, -1 for none
-        weights,  # [n]
-        statistics,  # [3, n] L1, KL, acceptance
-        count,
-        draft_size,
-        teacher_size,
-        scale: tl.constexpr,  # 1 costs no product
-        softcap,
-        ce_coefficient,
-        l1_coefficient,
-        kl_coefficient,
-        HAS_BIAS: tl.constexpr,
-        HAS_HEAD_BIAS: tl.constexpr,
-        HAS_SOFTCAP: tl.constexpr,
-        REDUCED: tl.constexpr,
-        HAS_L1: tl.constexpr,
-        WITH_GRADIENT: tl.constexpr,
-        BLOCK: tl.constexpr,
-    ):
-        """One program a row. The L1 gradient needs <p, s> first, hence a second pass; the other losses need one.
-
-        The acceptance is not summed: p and q each sum to 1, so that sum min(p, q) = 1 - L1 / 2.
-        """
-        row = tl.program_id(0).to(tl.int64)
-        draft_row = draft + row * draft_size
-        bias_row = bias + row * draft_size
-        weight = tl.load(weights + row)
-        label = tl.load(labels + row)
-        log_draft = tl.load(draft_log_sums + row)
-        position = tl.load(positions + row)
-        teacher_row = teacher + position * teacher_size
-        log_teacher = tl.load(teacher_log_sums + position)
-        log_reached = tl.load(reached_log_sums + position)
-        # The gradient of cross-entropy and KL: p - onehot and p - q, weighted.
-        label_weight = tl.where(label >= 0, weight * ce_coefficient, 0.0)
-        teacher_weight = weight * kl_coefficient
-        draft_weight = label_weight + teacher_weight
-        l1 = tl.zeros((BLOCK,), tl.float32)  # of every lane by itself, as in `row_log_sum`
-        kl = tl.zeros((BLOCK,), tl.float32)
-        signed = tl.zeros((BLOCK,), tl.float32)
-        sign_mean = 0.0  # <p, s>
-        PASSES: tl.constexpr = 2 if WITH_GRADIENT and HAS_L1 else 1
-        for number in tl.static_range(PASSES):
-            for start in range(0, draft_size, BLOCK):
-                columns = start + tl.arange(0, BLOCK)
-                inside = columns < draft_size
-                z, capped = load_logits(
-                    draft_row, bias_row, draft_head_bias, columns, inside, scale, softcap, HAS_BIAS, HAS_HEAD_BIAS, HAS_SOFTCAP
-                )
-                ids = columns
-                if REDUCED:
-                    ids = tl.load(draft_ids + columns, mask=inside, other=0)
-                t, _ = load_logits(
-                    teacher_row, teacher_row, teacher_head_bias, ids, inside, scale, softcap, False, HAS_HEAD_BIAS, HAS_SOFTCAP
-                )
-                log_p = z - log_draft
-                log_q = t - log_reached
-                p = tl.exp(log_p)
-                q_reached = tl.exp(log_q)
-                q = q_reached
-                if REDUCED:
-                    q = tl.exp(t - log_teacher)
-                sign = tl.where(p > q, 1.0, tl.where(p < q, -1.0, 0.0))
-                if number == 0:
-                    l1 += tl.abs(p - q)
-                    kl += q_reached * tl.where(inside, log_q - log_p, 0.0)
-                    signed += p * sign
-                if WITH_GRADIENT and number == PASSES - 1:
-                    gradient = draft_weight * p - teacher_weight * q_reached - tl.where(columns == label, label_weight, 0.0)
-                    if HAS_L1:
-                        gradient += weight * l1_coefficient * p * (sign - sign_mean)
-                    store_gradient(draft_row, bias_row, columns, inside, gradient, capped, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
-            if HAS_L1 and number == 0:
-                sign_mean = tl.sum(signed, 0)
-        distance = tl.sum(l1, 0)
-        if REDUCED:  # the teacher's mass outside the draft vocabulary
-            distance += tl.maximum(1.0 - tl.exp(log_reached - log_teacher), 0.0)
-        tl.store(statistics + row, distance)
-        tl.store(statistics + count + row, tl.sum(kl, 0))
-        tl.store(statistics + 2 * count + row, tl.maximum(1.0 - 0.5 * distance, 0.0))
 
 
 def _kernel(task: _Task, inputs: list[Tensor], with_gradient: bool) -> _Result:
@@ -361,13 +234,38 @@ def _multiply(left: Tensor, right: Tensor, target: Tensor, chunk: Chunk) -> None
 def _launch(
     task: _Task, chunk: Chunk, draft: Tensor, bias_logits: Tensor | None, teacher: Tensor, result: _Result, with_gradient: bool
 ) -> None:
-    """The kernels of one chunk: statistics into `result`, the gradients of the logits over the logits."""
-    head, draft_head = task.head, task.draft_head
-    count = chunk.count
-    teacher_log_sums, teacher_choices = log_sums(teacher, head, implementation="triton")
+    """One chunk beside its teacher: statistics into `result`, the gradients of the logits over the logits."""
+    sums = None
+    if task.reweigh is not None or task.draft_rows is not None:
+        sums = _row_sums(task, chunk, draft, bias_logits, teacher, result)
+    distil_rows_(
+        draft,
+        bias_logits,
+        teacher,
+        chunk.positions,
+        chunk.rows,
+        task.head,
+        task.draft_head,
+        task.draft_rows,
+        sums,
+        task.labels,
+        task.weights,
+        result.statistics,
+        result.matches,
+        cross_entropy=task.cross_entropy,
+        l1=task.l1,
+        kl=task.kl,
+        with_gradient=with_gradient,
+    )
+
+
+def _row_sums(task: _Task, chunk: Chunk, draft: Tensor, bias_logits: Tensor | None, teacher: Tensor, result: _Result) -> RowSums:
+    """Sums, cross-entropy, matches and, from these, weights."""
+    draft_head = task.draft_head
+    teacher_log_sums, teacher_choices = log_sums(teacher, task.head, implementation="triton")
     reached = teacher_log_sums
     if task.draft_rows is not None:
-        reached = log_sums(teacher, head, chosen=task.draft_rows, implementation="triton")[0]
+        reached = log_sums(teacher, task.head, chosen=task.draft_rows, implementation="triton")[0]
     draft_log_sums, draft_choices = log_sums(draft, draft_head, bias_logits, implementation="triton")
     targets = task.targets(chunk, teacher_choices)
     columns, known = task.label_columns(chunk, targets)
@@ -375,42 +273,10 @@ def _launch(
     if bias_logits is not None:
         label_logits = label_logits + bias_logits.gather(1, columns[:, None])[:, 0]
     log_probability = label_logits - draft_log_sums
-    weights = task.weigh(chunk, log_probability, known)
-    statistics = torch.empty(len(result.statistics) - 1, count, dtype=torch.float32, device=draft.device)
-    _distillation_kernel[(count,)](
-        draft,
-        draft if bias_logits is None else bias_logits,
-        teacher,
-        draft_head.bias,
-        head.bias,
-        task.draft_rows,
-        draft_log_sums,
-        teacher_log_sums,
-        reached,
-        chunk.positions,
-        torch.where(known, columns, -1),
-        weights,
-        statistics,
-        count,
-        draft.shape[1],
-        len(head.weight),
-        head.scale,
-        head.softcap or 1.0,
-        task.cross_entropy,
-        task.l1,
-        task.kl,
-        **head_flags(head),
-        HAS_BIAS=bias_logits is not None,
-        REDUCED=task.draft_rows is not None,
-        HAS_L1=task.l1 != 0,
-        WITH_GRADIENT=with_gradient,
-        BLOCK=min(4096, triton.next_power_of_2(draft.shape[1])),
-        num_warps=8,
-    )
-    used = weights != 0
-    cross_entropy = torch.where(known, -log_probability, 0.0)
-    result.statistics[:, chunk.rows] = torch.where(used, torch.cat([cross_entropy[None], statistics]), 0.0)
+    used = task.weigh(chunk, log_probability, known) != 0
+    result.statistics[0, chunk.rows] = torch.where(used & known, -log_probability, 0.0)
     result.matches[chunk.rows] = task.matches(draft_choices, targets) & used
+    return RowSums(draft_log_sums, teacher_log_sums, reached, torch.where(known, columns, -1))
 
 
 def _sweep(task: _Task, chunk: Chunk, hidden: Tensor, labels: Tensor, result: _Result, with_gradient: bool) -> None:

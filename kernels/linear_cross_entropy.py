@@ -125,7 +125,7 @@ if triton is not None:
             largest = tl.load(peaks + row)
             choice = tl.where(peak > largest, choice, tl.load(choices + row))
             peak = tl.maximum(peak, largest)
-            if WITH_GRADIENT:
+            if WITH_GRADIENT:  # noqa: SIM102  # known when compiling, the other is not
                 if reference > before:
                     for first in range(0, hidden_size, HIDDEN_BLOCK):
                         place = first + tl.arange(0, HIDDEN_BLOCK)

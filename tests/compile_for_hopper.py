@@ -119,8 +119,12 @@ def training() -> None:
     hidden, head = torch.zeros(2, 64, dtype=torch.bfloat16, requires_grad=True), torch.zeros(151936, 64, dtype=torch.bfloat16)
     labels, ones = torch.zeros(2, dtype=torch.int64), torch.ones(2)
     with torch.enable_grad():
-        distillation_loss(hidden, head, None, labels, ones, cross_entropy=1.0, l1=0.0, kl=0.0, **CHOICE)
-        distillation_loss(hidden, head, hidden, labels, ones, cross_entropy=0.1, l1=0.9, kl=0.0, **CHOICE)
+        factors = {"bias_factors": hidden[:, :8], "bias_head": head[:, :8]}
+        options: dict[str, Any]
+        for kl, options in ((1.0, {}), (0.0, {}), (0.0, {"reweigh": lambda log_p, rows: ones})):
+            distillation_loss(hidden, head, hidden, labels, ones, cross_entropy=0.1, l1=0.9 - 0.9 * kl, kl=kl, **options, **CHOICE)
+        for options in ({}, factors):  # with a Markov bias every chunk holds whole rows of logits
+            distillation_loss(hidden, head, None, labels, ones, cross_entropy=1.0, l1=0.0, kl=0.0, **options, **CHOICE)
 
 
 def serving() -> None:

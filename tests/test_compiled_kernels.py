@@ -54,6 +54,8 @@ TRAINING = {
     "_key_gradient_kernel",
     "_log_sums_kernel",
     "_cross_entropy_kernel",
+    "_tile_kernel",
+    "_gradient_kernel",
     "_distillation_kernel",
 }
 WITH_PRODUCTS = {"_skinny_linear_kernel", "_chunk_kernel", "_sum_kernel", "_slot_kernel"}

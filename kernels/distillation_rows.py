@@ -1,0 +1,291 @@
+"""A chunk of the distillation loss: draft logits become their gradients, beside the teacher's, and leave each row's statistics.
+
+The losses are those of `distillation_loss.py`. Where nothing stands between a row's sums and its gradient, one launch does both:
+the row's softmax sums first, then the losses from the far end back, whose logits the cache still holds. Weights that follow from
+the label's probability (D-PACE) and a reduced draft vocabulary have the sums worked out before.
+"""
+
+# Triton's kernels are typed by what they are launched with.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from speculators.kernels.frozen_head import FrozenHead
+from speculators.kernels.log_sums import head_flags, row_tiles
+
+try:
+    import triton
+    import triton.language as tl
+
+    from speculators.kernels.log_sums import load_logits, row_log_sum, store_gradient
+except ImportError:  # no build for this platform: the reference serves it
+    triton = None
+
+__all__ = ["RowSums", "distil_rows_", "row_losses"]
+
+_GIVEN = {"LANES": 1, "COLUMNS": 1, "num_warps": 16}  # beside sums that are given; else the row is gone through as for these
+
+
+@dataclass(frozen=True)
+class RowSums:
+    """Softmax sums of a chunk of n draft and t teacher rows, in float32.
+
+    Attributes:
+        draft: [n] log-sum-exp of the draft logits.
+        teacher: [t] of the teacher's.
+        reached: [t] of the teacher's over the draft vocabulary.
+        columns: [n] int64 the labels' columns, -1 for none.
+    """
+
+    draft: Tensor
+    teacher: Tensor
+    reached: Tensor
+    columns: Tensor
+
+
+def row_losses(log_p: Tensor, teacher_logits: Tensor | None, columns: Tensor, known: Tensor, draft_rows: Tensor | None) -> Tensor:
+    """The definition, for autograd to differentiate.
+
+    Args:
+        log_p: [n, Vd], the drafter's log-probabilities.
+        teacher_logits: [n, V] or None.
+        columns: [n] int64, the label's column.
+        known: [n] bool, whether it has one.
+        draft_rows: [Vd] int64 or None.
+
+    Returns:
+        [4, n] cross-entropy, L1, KL and acceptance; [1, n] without a teacher.
+    """
+    cross_entropy = torch.where(known, -log_p.gather(1, columns[:, None])[:, 0], 0.0)
+    if teacher_logits is None:
+        return cross_entropy[None]
+    log_q, p = F.log_softmax(teacher_logits, dim=1), log_p.exp()
+    q = log_q.exp()
+    unreachable = torch.zeros_like(cross_entropy)
+    if draft_rows is not None:
+        unreachable = q.index_fill(1, draft_rows, 0.0).sum(dim=1)
+        q, log_q = q[:, draft_rows], F.log_softmax(teacher_logits[:, draft_rows], dim=1)
+    l1 = (p - q).abs().sum(dim=1) + unreachable
+    kl = (log_q.exp() * (log_q - log_p)).sum(dim=1)
+    return torch.stack([cross_entropy, l1, kl, torch.minimum(p, q).sum(dim=1)])
+
+
+if triton is not None:
+
+    @triton.jit
+    def _distillation_kernel(
+        draft,  # [n, Vd] W h; becomes the gradient of W h
+        bias,  # [n, Vd] M f; becomes the gradient of M f
+        teacher,  # [t, V] W h_teacher
+        draft_head_bias,  # [Vd]
+        teacher_head_bias,  # [V]
+        draft_ids,  # [Vd] verifier ids, if REDUCED
+        positions,  # [n] rows of the teacher
+        draft_log_sums,  # [n], and so on: if SUMS_GIVEN
+        teacher_log_sums,  # [t]
+        reached_log_sums,  # [t], over the draft vocabulary
+        columns_of_labels,  # [n] columns, -1 for none
+        labels,  # [M] verifier ids, if HAS_LABELS
+        weights,  # [M]
+        statistics,  # [4, M] cross-entropy (unless SUMS_GIVEN), L1, KL, acceptance
+        matches,  # [M] uint8, unless SUMS_GIVEN
+        rows,  # [n] where a row's label, weight and statistics stand, if LISTED; else they stand from `first` on
+        first,
+        count,  # M
+        draft_size,
+        teacher_size,
+        scale: tl.constexpr,  # 1 costs no product
+        softcap,
+        ce_coefficient,
+        l1_coefficient,
+        kl_coefficient,
+        HAS_BIAS: tl.constexpr,
+        HAS_HEAD_BIAS: tl.constexpr,
+        HAS_SOFTCAP: tl.constexpr,
+        REDUCED: tl.constexpr,
+        SUMS_GIVEN: tl.constexpr,
+        HAS_LABELS: tl.constexpr,
+        HAS_L1: tl.constexpr,
+        WITH_GRADIENT: tl.constexpr,
+        LISTED: tl.constexpr,
+        LANES: tl.constexpr,
+        COLUMNS: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
+        """One program a row. The L1 gradient needs <p, s> first, hence a second pass; the other losses need one.
+
+        The acceptance is not summed: p and q each sum to 1, so that sum min(p, q) = 1 - L1 / 2.
+        """
+        program = tl.program_id(0).to(tl.int64)
+        draft_row = draft + program * draft_size
+        bias_row = bias + program * draft_size
+        place = first + program
+        if LISTED:
+            place = tl.load(rows + program)
+        weight = tl.load(weights + place)
+        position = tl.load(positions + program)
+        teacher_row = teacher + position * teacher_size
+        if SUMS_GIVEN:
+            log_draft = tl.load(draft_log_sums + program)
+            log_teacher = tl.load(teacher_log_sums + position)
+            log_reached = tl.load(reached_log_sums + position)
+            label = tl.load(columns_of_labels + program)
+        else:
+            log_teacher, target = row_log_sum(
+                teacher_row, teacher_row, teacher_head_bias, teacher_head_bias, teacher_size, scale, softcap,
+                False, HAS_HEAD_BIAS, HAS_SOFTCAP, False, LANES, COLUMNS,
+            )  # fmt: skip
+            log_reached = log_teacher
+            label = target.to(tl.int64)
+            if HAS_LABELS:
+                label = tl.load(labels + place)
+                label = tl.where((label >= 0) & (label < draft_size), label, -1)
+            # Read before the sum, which all threads wait for: after it the logits are overwritten.
+            of_label = load_logits(
+                draft_row, bias_row, draft_head_bias, tl.maximum(label, 0), label >= 0, scale, softcap, HAS_BIAS, HAS_HEAD_BIAS, HAS_SOFTCAP
+            )[0]
+            log_draft, choice = row_log_sum(
+                draft_row, bias_row, draft_head_bias, draft_head_bias, draft_size, scale, softcap,
+                HAS_BIAS, HAS_HEAD_BIAS, HAS_SOFTCAP, False, LANES, COLUMNS,
+            )  # fmt: skip
+            tl.store(statistics + place, tl.where((label >= 0) & (weight != 0), log_draft - of_label, 0.0))
+            tl.store(matches + place, ((choice == target) & (weight != 0)).to(tl.uint8))
+        # The gradient of cross-entropy and KL: p - onehot and p - q, weighted.
+        label_weight = tl.where(label >= 0, weight * ce_coefficient, 0.0)
+        teacher_weight = weight * kl_coefficient
+        draft_weight = label_weight + teacher_weight
+        label = label.to(tl.int32)
+        l1 = tl.zeros((BLOCK,), tl.float32)  # of every lane by itself, as in `row_log_sum`
+        kl = tl.zeros((BLOCK,), tl.float32)
+        signed = tl.zeros((BLOCK,), tl.float32)
+        sign_mean = 0.0  # <p, s>
+        steps = tl.cdiv(draft_size, BLOCK)
+        PASSES: tl.constexpr = 2 if WITH_GRADIENT and HAS_L1 else 1
+        for number in tl.static_range(PASSES):
+            for step in range(0, steps):
+                start = (steps - 1 - step) * BLOCK if number == 0 else step * BLOCK  # back and forth: the cache has what was last
+                columns = start + tl.arange(0, BLOCK)
+                inside = columns < draft_size
+                z, capped = load_logits(
+                    draft_row, bias_row, draft_head_bias, columns, inside, scale, softcap, HAS_BIAS, HAS_HEAD_BIAS, HAS_SOFTCAP
+                )
+                ids = columns
+                if REDUCED:
+                    ids = tl.load(draft_ids + columns, mask=inside, other=0)
+                t = load_logits(
+                    teacher_row, teacher_row, teacher_head_bias, ids, inside, scale, softcap, False, HAS_HEAD_BIAS, HAS_SOFTCAP
+                )[0]
+                log_p = z - log_draft
+                log_q = t - log_reached
+                p = tl.exp(log_p)
+                q_reached = tl.exp(log_q)
+                q = q_reached
+                if REDUCED:
+                    q = tl.exp(t - log_teacher)
+                sign = tl.where(p > q, 1.0, tl.where(p < q, -1.0, 0.0))
+                if number == 0:
+                    l1 += tl.abs(p - q)
+                    kl += q_reached * tl.where(inside, log_q - log_p, 0.0)
+                    signed += p * sign
+                if WITH_GRADIENT and number == PASSES - 1:
+                    gradient = draft_weight * p - teacher_weight * q_reached - tl.where(columns == label, label_weight, 0.0)
+                    if HAS_L1:
+                        gradient += weight * l1_coefficient * p * (sign - sign_mean)
+                    store_gradient(draft_row, bias_row, columns, inside, gradient, capped, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+            if HAS_L1 and number == 0:
+                sign_mean = tl.sum(signed, 0)
+        distance = tl.sum(l1, 0)
+        if REDUCED:  # the teacher's mass outside the draft vocabulary
+            distance += tl.maximum(1.0 - tl.exp(log_reached - log_teacher), 0.0)
+        used = weight != 0
+        tl.store(statistics + count + place, tl.where(used, distance, 0.0))
+        tl.store(statistics + 2 * count + place, tl.where(used, tl.sum(kl, 0), 0.0))
+        tl.store(statistics + 3 * count + place, tl.where(used, tl.maximum(1.0 - 0.5 * distance, 0.0), 0.0))
+
+
+def distil_rows_(
+    draft: Tensor,
+    bias: Tensor | None,
+    teacher: Tensor,
+    positions: Tensor,
+    rows: Tensor | slice,
+    head: FrozenHead,
+    draft_head: FrozenHead,
+    draft_rows: Tensor | None,
+    sums: RowSums | None,
+    labels: Tensor | None,
+    weights: Tensor,
+    statistics: Tensor,
+    matches: Tensor,
+    *,
+    cross_entropy: float,
+    l1: float,
+    kl: float,
+    with_gradient: bool,
+) -> None:
+    """Statistics of n rows, and the gradients over their logits, by the kernel (`row_losses` is its definition).
+
+    Args:
+        draft: [n, Vd] W h; overwritten by its gradient where `with_gradient`.
+        bias: [n, Vd] added after the head's cap, likewise, or None.
+        teacher: [t, V] W h_teacher.
+        positions: [n] int64, the teacher row of each draft row.
+        rows: [n] int64, each row's place in the tensors of M, or the slice of them.
+        head, draft_head: the verifier's, and that of the draft vocabulary.
+        draft_rows: [Vd] int64 or None; needs `sums`.
+        sums: worked out before; cross-entropy and matches are then the caller's. None works them out here.
+        labels: [M] int64 columns, any other number for none; None takes the teacher's likeliest. Not looked at beside `sums`.
+        weights: [M] float32; a row of weight 0 has neither statistics nor a gradient.
+        statistics: [4, M] float32 cross-entropy, L1, KL and acceptance, written.
+        matches: [M] bool, whether the likeliest columns of both are the same, written.
+        cross_entropy, l1, kl: coefficients of the gradient.
+        with_gradient: whether there is one.
+    """
+    assert sums is not None or draft_rows is None
+    listed = not isinstance(rows, slice)
+    size = draft.shape[1]
+    tiles = row_tiles(size)
+    block = tiles["LANES"] * tiles["COLUMNS"]
+    if sums is not None:
+        tiles, block = _GIVEN, min(4096, triton.next_power_of_2(size))
+    _distillation_kernel[(len(draft),)](
+        draft,
+        draft if bias is None else bias,
+        teacher,
+        draft_head.bias,
+        head.bias,
+        draft_rows,
+        positions,
+        None if sums is None else sums.draft,
+        None if sums is None else sums.teacher,
+        None if sums is None else sums.reached,
+        None if sums is None else sums.columns,
+        labels,
+        weights,
+        statistics,
+        matches.view(torch.uint8),
+        rows if listed else None,
+        0 if listed else rows.start,  # type: ignore[union-attr]
+        statistics.shape[1],
+        size,
+        teacher.shape[1],
+        head.scale,
+        head.softcap or 1.0,
+        cross_entropy,
+        l1,
+        kl,
+        **head_flags(head),
+        HAS_BIAS=bias is not None,
+        REDUCED=draft_rows is not None,
+        SUMS_GIVEN=sums is not None,
+        HAS_LABELS=labels is not None,
+        HAS_L1=l1 != 0,
+        WITH_GRADIENT=with_gradient,
+        LISTED=listed,
+        BLOCK=block,
+        **tiles,
+    )
