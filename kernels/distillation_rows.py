@@ -1,8 +1,6 @@
 """A chunk of the distillation loss: draft logits become their gradients, beside the teacher's, and leave each row's statistics.
 
-The losses are those of `distillation_loss.py`. Where nothing stands between a row's sums and its gradient, one launch does both:
-the row's softmax sums first, then the losses from the far end back, whose logits the cache still holds. Weights that follow from
-the label's probability (D-PACE) and a reduced draft vocabulary have the sums worked out before.
+The losses are those of `distillation_loss.py`.
 """
 
 # Triton's kernels are typed by what they are launched with.
@@ -15,24 +13,22 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from speculators.kernels.frozen_head import FrozenHead
-from speculators.kernels.log_sums import head_flags, row_tiles
+from speculators.kernels.log_sums import head_flags
 
 try:
     import triton
     import triton.language as tl
 
-    from speculators.kernels.log_sums import load_logits, row_log_sum, store_gradient
+    from speculators.kernels.log_sums import load_logits, store_gradient
 except ImportError:  # no build for this platform: the reference serves it
     triton = None
 
 __all__ = ["RowSums", "distil_rows_", "row_losses"]
 
-_GIVEN = {"LANES": 1, "COLUMNS": 1, "num_warps": 16}  # beside sums that are given; else the row is gone through as for these
-
 
 @dataclass(frozen=True)
 class RowSums:
-    """Softmax sums of a chunk of n draft and t teacher rows, in float32.
+    """What is known of n draft and t teacher rows before their losses; sums in float32.
 
     Attributes:
         draft: [n] log-sum-exp of the draft logits.
@@ -85,15 +81,13 @@ if triton is not None:
         teacher_head_bias,  # [V]
         draft_ids,  # [Vd] verifier ids, if REDUCED
         positions,  # [n] rows of the teacher
-        draft_log_sums,  # [n], and so on: if SUMS_GIVEN
+        draft_log_sums,  # [n]
         teacher_log_sums,  # [t]
         reached_log_sums,  # [t], over the draft vocabulary
         columns_of_labels,  # [n] columns, -1 for none
-        labels,  # [M] verifier ids, if HAS_LABELS
         weights,  # [M]
-        statistics,  # [4, M] cross-entropy (unless SUMS_GIVEN), L1, KL, acceptance
-        matches,  # [M] uint8, unless SUMS_GIVEN
-        rows,  # [n] where a row's label, weight and statistics stand, if LISTED; else they stand from `first` on
+        statistics,  # [3, M] L1, KL, acceptance
+        rows,  # [n] where a row's weight and statistics stand, if LISTED; else they stand from `first` on
         first,
         count,  # M
         draft_size,
@@ -107,13 +101,9 @@ if triton is not None:
         HAS_HEAD_BIAS: tl.constexpr,
         HAS_SOFTCAP: tl.constexpr,
         REDUCED: tl.constexpr,
-        SUMS_GIVEN: tl.constexpr,
-        HAS_LABELS: tl.constexpr,
         HAS_L1: tl.constexpr,
         WITH_GRADIENT: tl.constexpr,
         LISTED: tl.constexpr,
-        LANES: tl.constexpr,
-        COLUMNS: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
         """One program a row. The L1 gradient needs <p, s> first, hence a second pass; the other losses need one.
@@ -129,45 +119,21 @@ if triton is not None:
         weight = tl.load(weights + place)
         position = tl.load(positions + program)
         teacher_row = teacher + position * teacher_size
-        if SUMS_GIVEN:
-            log_draft = tl.load(draft_log_sums + program)
-            log_teacher = tl.load(teacher_log_sums + position)
-            log_reached = tl.load(reached_log_sums + position)
-            label = tl.load(columns_of_labels + program)
-        else:
-            log_teacher, target = row_log_sum(
-                teacher_row, teacher_row, teacher_head_bias, teacher_head_bias, teacher_size, scale, softcap,
-                False, HAS_HEAD_BIAS, HAS_SOFTCAP, False, LANES, COLUMNS,
-            )  # fmt: skip
-            log_reached = log_teacher
-            label = target.to(tl.int64)
-            if HAS_LABELS:
-                label = tl.load(labels + place)
-                label = tl.where((label >= 0) & (label < draft_size), label, -1)
-            # Read before the sum, which all threads wait for: after it the logits are overwritten.
-            of_label = load_logits(
-                draft_row, bias_row, draft_head_bias, tl.maximum(label, 0), label >= 0, scale, softcap, HAS_BIAS, HAS_HEAD_BIAS, HAS_SOFTCAP
-            )[0]
-            log_draft, choice = row_log_sum(
-                draft_row, bias_row, draft_head_bias, draft_head_bias, draft_size, scale, softcap,
-                HAS_BIAS, HAS_HEAD_BIAS, HAS_SOFTCAP, False, LANES, COLUMNS,
-            )  # fmt: skip
-            tl.store(statistics + place, tl.where((label >= 0) & (weight != 0), log_draft - of_label, 0.0))
-            tl.store(matches + place, ((choice == target) & (weight != 0)).to(tl.uint8))
+        log_draft = tl.load(draft_log_sums + program)
+        log_teacher = tl.load(teacher_log_sums + position)
+        log_reached = tl.load(reached_log_sums + position)
+        label = tl.load(columns_of_labels + program).to(tl.int32)
         # The gradient of cross-entropy and KL: p - onehot and p - q, weighted.
         label_weight = tl.where(label >= 0, weight * ce_coefficient, 0.0)
         teacher_weight = weight * kl_coefficient
         draft_weight = label_weight + teacher_weight
-        label = label.to(tl.int32)
         l1 = tl.zeros((BLOCK,), tl.float32)  # of every lane by itself, as in `row_log_sum`
         kl = tl.zeros((BLOCK,), tl.float32)
         signed = tl.zeros((BLOCK,), tl.float32)
         sign_mean = 0.0  # <p, s>
-        steps = tl.cdiv(draft_size, BLOCK)
         PASSES: tl.constexpr = 2 if WITH_GRADIENT and HAS_L1 else 1
         for number in tl.static_range(PASSES):
-            for step in range(0, steps):
-                start = (steps - 1 - step) * BLOCK if number == 0 else step * BLOCK  # back and forth: the cache has what was last
+            for start in range(0, draft_size, BLOCK):
                 columns = start + tl.arange(0, BLOCK)
                 inside = columns < draft_size
                 z, capped = load_logits(
@@ -202,9 +168,9 @@ if triton is not None:
         if REDUCED:  # the teacher's mass outside the draft vocabulary
             distance += tl.maximum(1.0 - tl.exp(log_reached - log_teacher), 0.0)
         used = weight != 0
-        tl.store(statistics + count + place, tl.where(used, distance, 0.0))
-        tl.store(statistics + 2 * count + place, tl.where(used, tl.sum(kl, 0), 0.0))
-        tl.store(statistics + 3 * count + place, tl.where(used, tl.maximum(1.0 - 0.5 * distance, 0.0), 0.0))
+        tl.store(statistics + place, tl.where(used, distance, 0.0))
+        tl.store(statistics + count + place, tl.where(used, tl.sum(kl, 0), 0.0))
+        tl.store(statistics + 2 * count + place, tl.where(used, tl.maximum(1.0 - 0.5 * distance, 0.0), 0.0))
 
 
 def distil_rows_(
@@ -216,11 +182,9 @@ def distil_rows_(
     head: FrozenHead,
     draft_head: FrozenHead,
     draft_rows: Tensor | None,
-    sums: RowSums | None,
-    labels: Tensor | None,
+    sums: RowSums,
     weights: Tensor,
     statistics: Tensor,
-    matches: Tensor,
     *,
     cross_entropy: float,
     l1: float,
@@ -236,22 +200,14 @@ def distil_rows_(
         positions: [n] int64, the teacher row of each draft row.
         rows: [n] int64, each row's place in the tensors of M, or the slice of them.
         head, draft_head: the verifier's, and that of the draft vocabulary.
-        draft_rows: [Vd] int64 or None; needs `sums`.
-        sums: worked out before; cross-entropy and matches are then the caller's. None works them out here.
-        labels: [M] int64 columns, any other number for none; None takes the teacher's likeliest. Not looked at beside `sums`.
+        draft_rows: [Vd] int64 or None.
+        sums: of these rows.
         weights: [M] float32; a row of weight 0 has neither statistics nor a gradient.
-        statistics: [4, M] float32 cross-entropy, L1, KL and acceptance, written.
-        matches: [M] bool, whether the likeliest columns of both are the same, written.
+        statistics: [3, M] float32 L1, KL and acceptance, written.
         cross_entropy, l1, kl: coefficients of the gradient.
         with_gradient: whether there is one.
     """
-    assert sums is not None or draft_rows is None
     listed = not isinstance(rows, slice)
-    size = draft.shape[1]
-    tiles = row_tiles(size)
-    block = tiles["LANES"] * tiles["COLUMNS"]
-    if sums is not None:
-        tiles, block = _GIVEN, min(4096, triton.next_power_of_2(size))
     _distillation_kernel[(len(draft),)](
         draft,
         draft if bias is None else bias,
@@ -260,18 +216,16 @@ def distil_rows_(
         head.bias,
         draft_rows,
         positions,
-        None if sums is None else sums.draft,
-        None if sums is None else sums.teacher,
-        None if sums is None else sums.reached,
-        None if sums is None else sums.columns,
-        labels,
+        sums.draft,
+        sums.teacher,
+        sums.reached,
+        sums.columns,
         weights,
         statistics,
-        matches.view(torch.uint8),
         rows if listed else None,
-        0 if listed else rows.start,  # type: ignore[union-attr]
+        rows.start if isinstance(rows, slice) else 0,
         statistics.shape[1],
-        size,
+        draft.shape[1],
         teacher.shape[1],
         head.scale,
         head.softcap or 1.0,
@@ -281,11 +235,9 @@ def distil_rows_(
         **head_flags(head),
         HAS_BIAS=bias is not None,
         REDUCED=draft_rows is not None,
-        SUMS_GIVEN=sums is not None,
-        HAS_LABELS=labels is not None,
         HAS_L1=l1 != 0,
         WITH_GRADIENT=with_gradient,
         LISTED=listed,
-        BLOCK=block,
-        **tiles,
+        BLOCK=min(4096, triton.next_power_of_2(draft.shape[1])),
+        num_warps=16,
     )

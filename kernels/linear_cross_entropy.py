@@ -9,8 +9,7 @@ by tile, as attention sums values over keys (online softmax, arXiv 1805.02867; F
 
     r: a reference of the row,  S = sum_{v != y} exp(z_v - r),  G = sum_{v != y} exp(z_v - r) dz_v/dh,
 
-after which CE = softplus(log S + r - z_y) and dCE/dh = (G - S dz_y/dh) / (S + exp(z_y - r)). The label stays out of the sums, so
-that 1 - p_y loses no digits where p_y is nearly 1. The reference moves, and G with it, only where an exponential might overflow.
+after which CE = softplus(log S + r - z_y) and dCE/dh = (G - S dz_y/dh) / (S + exp(z_y - r)).
 
 A tile of logits is written and read once, and a tile of the head serves many rows: they hold [n, tile] logits and [n, H] sums in
 float32, never [n, V]. Arithmetic: 4 V H a row; 2 V H without gradient.
@@ -27,30 +26,23 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from speculators.kernels.frozen_head import FrozenHead
-from speculators.kernels.log_sums import head_flags
+from speculators.kernels.running_sums import TILE, RunningSums
 
 try:
     import triton
     import triton.language as tl
-
-    from speculators.kernels.log_sums import load_logits, store_gradient
 except ImportError:  # no build for this platform: the reference serves it
     triton = None
 
 __all__ = ["linear_cross_entropy", "sweep_rows"]
 
-_TILE = 8192  # columns of a tile, the most
 _SWEEP_BYTES = 72 << 20  # of a tile's logits and the sums of its rows together
-_WARPS = 16
-# How far logits may lie above the reference of their row: exp(40) times a vocabulary is far from the largest float32 and bfloat16.
-_SLACK = {torch.float16: 0.0}
-_SLACK_BY_DEFAULT = 40.0
 
 
 def sweep_rows(head: FrozenHead) -> int:
     """Rows [n] that go through the vocabulary together on a GPU: what fits in `_SWEEP_BYTES`, whole tiles of its products."""
     vocabulary, hidden_size = head.weight.shape
-    rows = _SWEEP_BYTES // (4 * hidden_size + min(_TILE, vocabulary) * head.weight.element_size())
+    rows = _SWEEP_BYTES // (4 * hidden_size + min(TILE, vocabulary) * head.weight.element_size())
     whole = 1024 if rows >= 1024 else 128 if rows >= 128 else 1
     return max(rows // whole * whole, 1)
 
@@ -73,72 +65,6 @@ def _reference(
 
 
 if triton is not None:
-
-    @triton.jit
-    def _tile_kernel(
-        logits,  # [n, stride] W h of a tile; becomes exp(z - r) dz/d(W h), 0 at the label
-        head_bias,  # [V]
-        labels,  # [n] columns
-        references,  # [n] r
-        others,  # [n] S
-        label_logits,  # [n] z_y
-        peaks,  # [n] the largest logit up to here
-        choices,  # [n] int64, its column
-        sums,  # [n, hidden_size] G
-        start,  # the tile's first column
-        size,  # its columns
-        stride,
-        hidden_size,
-        scale: tl.constexpr,  # 1 costs no product
-        softcap,
-        slack,
-        FIRST: tl.constexpr,
-        HAS_HEAD_BIAS: tl.constexpr,
-        HAS_SOFTCAP: tl.constexpr,
-        WITH_GRADIENT: tl.constexpr,
-        BLOCK: tl.constexpr,
-        HIDDEN_BLOCK: tl.constexpr,
-    ):
-        """One program a row."""
-        row = tl.program_id(0).to(tl.int64)
-        tile = logits + row * stride
-        tile_bias = head_bias
-        if HAS_HEAD_BIAS:
-            tile_bias = head_bias + start
-        columns = tl.arange(0, BLOCK)
-        inside = columns < size
-        z, capped = load_logits(tile, tile, tile_bias, columns, inside, scale, softcap, False, HAS_HEAD_BIAS, HAS_SOFTCAP)
-        label = tl.load(labels + row) - start
-        at_label = columns == label
-        label_inside = (label >= 0) & (label < size)
-        peak = tl.max(z, 0)
-        choice = start + tl.min(tl.where(z == peak, columns, size - 1), 0)
-        reference = tl.maximum(peak, -1.0e30)  # finite, so that exp(-inf - reference) is 0 and never NaN
-        of_others = 0.0
-        of_label = 0.0
-        if not FIRST:
-            before = tl.load(references + row)
-            reference = tl.where(peak > before + slack, peak, before)
-            shrink = tl.exp(before - reference)
-            of_others = tl.load(others + row) * shrink
-            of_label = tl.load(label_logits + row)
-            largest = tl.load(peaks + row)
-            choice = tl.where(peak > largest, choice, tl.load(choices + row))
-            peak = tl.maximum(peak, largest)
-            if WITH_GRADIENT:  # noqa: SIM102  # known when compiling, the other is not
-                if reference > before:
-                    for first in range(0, hidden_size, HIDDEN_BLOCK):
-                        place = first + tl.arange(0, HIDDEN_BLOCK)
-                        old = tl.load(sums + row * hidden_size + place, mask=place < hidden_size, other=0.0)
-                        tl.store(sums + row * hidden_size + place, old * shrink, mask=place < hidden_size)
-        exponential = tl.where(at_label, 0.0, tl.exp(z - reference))
-        if WITH_GRADIENT:
-            store_gradient(tile, tile, columns, inside, exponential, capped, scale, softcap, False, HAS_SOFTCAP)
-        tl.store(references + row, reference)
-        tl.store(others + row, of_others + tl.sum(exponential, 0))
-        tl.store(label_logits + row, tl.where(label_inside, tl.sum(tl.where(at_label & inside, z, 0.0), 0), of_label))
-        tl.store(peaks + row, peak)
-        tl.store(choices + row, choice)
 
     @triton.jit
     def _gradient_kernel(
@@ -203,50 +129,24 @@ def _kernel(
 ) -> tuple[Tensor, Tensor]:
     count, hidden_size = hidden.shape
     vocabulary = len(head.weight)
-    device = hidden.device
-    width = min(_TILE, triton.next_power_of_2(vocabulary))
-    buffer = hidden.new_empty(count, width)
-    sums = torch.empty(count if weigh is not None else 0, hidden_size, dtype=torch.float32, device=device)
-    references, others, label_logits, peaks = torch.empty(4, count, dtype=torch.float32, device=device)
-    choices = torch.empty(count, dtype=torch.int64, device=device)
-    for start in range(0, vocabulary, width):
-        weight = head.weight[start : start + width]
+    buffer = hidden.new_empty(count, min(TILE, vocabulary))
+    running = RunningSums.of(count, labels, hidden.device)
+    summed = None if weigh is None else torch.empty(count, hidden_size, dtype=torch.float32, device=hidden.device)
+    for start in range(0, vocabulary, TILE):
+        weight = head.weight[start : start + TILE]
         tile = torch.mm(hidden, weight.T, out=buffer[:, : len(weight)])
-        _tile_kernel[(count,)](
-            tile,
-            head.bias,
-            labels,
-            references,
-            others,
-            label_logits,
-            peaks,
-            choices,
-            sums,
-            start,
-            len(weight),
-            width,
-            hidden_size,
-            head.scale,
-            head.softcap or 1.0,
-            _SLACK.get(hidden.dtype, _SLACK_BY_DEFAULT),
-            FIRST=start == 0,
-            WITH_GRADIENT=weigh is not None,
-            BLOCK=width,
-            HIDDEN_BLOCK=min(2048, triton.next_power_of_2(hidden_size)),
-            num_warps=_WARPS,
-            **head_flags(head),
-        )
-        if weigh is not None:
-            _accumulate(sums, tile, weight, start == 0)
+        running.add(tile, start, head, summed=summed)
+        if summed is not None:
+            _accumulate(summed, tile, weight, start == 0)
     known = (labels >= 0) & (labels < vocabulary)
-    cross_entropy = torch.where(known, F.softplus(others.log() + references - label_logits), 0.0)
-    if weigh is not None and gradient is not None:
+    cross_entropy = torch.where(known, F.softplus(running.sums.log() + running.references - running.label_logits), 0.0)
+    if weigh is not None and summed is not None and gradient is not None:
         listed = not isinstance(rows, slice)
         _gradient_kernel[(count,)](
-            sums,
-            references,
-            others,
-            label_logits,
+            summed,
+            running.references,
+            running.sums,
+            running.label_logits,
             labels,
             weigh(cross_entropy),
             head.weight,
@@ -262,7 +162,7 @@ def _kernel(
             BLOCK=min(2048, triton.next_power_of_2(hidden_size)),
             num_warps=4,
         )
-    return cross_entropy, (choices == labels) & known
+    return cross_entropy, (running.choices == labels) & known
 
 
 def linear_cross_entropy(

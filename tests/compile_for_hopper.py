@@ -23,11 +23,13 @@ from speculators.kernels.attention_heads import CacheSlots, attention_heads
 from speculators.kernels.distillation_loss import distillation_loss
 from speculators.kernels.draft_attention import draft_attention
 from speculators.kernels.draft_layout import Rows, Verified, lay_out
+from speculators.kernels.frozen_head import FrozenHead
 from speculators.kernels.gated_halves import gated_halves
 from speculators.kernels.greedy_verification import greedy_verification
 from speculators.kernels.head_rotation import rotate_heads
 from speculators.kernels.kv_injection import InjectionWeights, kv_injection
 from speculators.kernels.likeliest_tokens import likeliest_tokens
+from speculators.kernels.log_sums import log_sums
 from speculators.kernels.markov_sampling import MarkovChain, TableFactors, markov_sampling
 from speculators.kernels.rejection_sampling import Distributions, rejection_sampling
 from speculators.kernels.residual_norm import add_rms_norm, joined_norms, rms_norm
@@ -123,6 +125,7 @@ def training() -> None:
         options: dict[str, Any]
         for kl, options in ((1.0, {}), (0.0, {}), (0.0, {"reweigh": lambda log_p, rows: ones})):
             distillation_loss(hidden, head, hidden, labels, ones, cross_entropy=0.1, l1=0.9 - 0.9 * kl, kl=kl, **options, **CHOICE)
+        log_sums(torch.zeros(2, 151936, dtype=torch.bfloat16), FrozenHead(head, None, 1.0, None), chosen=torch.arange(32000), **CHOICE)
         for options in ({}, factors):  # with a Markov bias every chunk holds whole rows of logits
             distillation_loss(hidden, head, None, labels, ones, cross_entropy=1.0, l1=0.0, kl=0.0, **options, **CHOICE)
 

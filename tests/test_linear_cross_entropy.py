@@ -23,7 +23,7 @@ HEADS = {"plain": {}, "scaled, capped, with a bias": {"scale": 0.5, "softcap": 3
 @pytest.fixture(params=[8, 64], ids=["narrow tiles", "wide tiles"])
 def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Columns of a tile: several tiles at a test's size, the last one cut."""
-    monkeypatch.setattr(module, "_TILE", request.param)
+    monkeypatch.setattr(module, "TILE", request.param)
     return int(request.param)
 
 
@@ -110,7 +110,7 @@ def test_weights_may_follow_from_the_cross_entropy(implementation: Any) -> None:
 @pytest.mark.parametrize("spread", [1.0, 30.0, 300.0, 3000.0])
 def test_logits_far_apart_neither_overflow_nor_vanish(spread: float, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits from 0 to `spread`: the largest in the last tile, in the first, or alone in the middle, with exp(spread) between."""
-    monkeypatch.setattr(module, "_TILE", 8)
+    monkeypatch.setattr(module, "TILE", 8)
     logits = {
         "rising": torch.linspace(0, spread, 37),
         "falling": torch.linspace(spread, 0, 37),
