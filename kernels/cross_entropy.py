@@ -23,7 +23,7 @@ try:
     import triton
     import triton.language as tl
 
-    from speculators.kernels.log_sums import load_logits, row_log_sum, store_gradient
+    from speculators.kernels.log_sums import LOG2E, exp2, load_logits, row_log_sum, store_gradient
 except ImportError:  # no build for this platform: the reference serves it
     triton = None
 
@@ -94,12 +94,13 @@ if triton is not None:
         tl.store(matches + place, (counts & (choice == label)).to(tl.uint8))
         if WITH_GRADIENT:
             factor = tl.where(known, gradient_scale * weight, 0.0)
+            reference = log_sum * LOG2E
             BLOCK: tl.constexpr = LANES * COLUMNS
             for number in range(0, tl.cdiv(size, BLOCK)):
                 columns = (tl.cdiv(size, BLOCK) - 1 - number) * BLOCK + tl.arange(0, BLOCK)
                 inside = columns < size
                 z, capped = load_logits(row, bias_row, head_bias, columns, inside, scale, softcap, HAS_BIAS, HAS_HEAD_BIAS, HAS_SOFTCAP)
-                gradient = factor * (tl.exp(z - log_sum) - tl.where(columns == label, 1.0, 0.0))
+                gradient = factor * (exp2(z * LOG2E - reference) - tl.where(columns == label, 1.0, 0.0))
                 store_gradient(row, bias_row, columns, inside, gradient, capped, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
 
 

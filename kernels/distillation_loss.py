@@ -40,7 +40,6 @@ from speculators.kernels.frozen_head import FrozenHead, label_columns
 from speculators.kernels.linear_cross_entropy import linear_cross_entropy, sweep_rows
 from speculators.kernels.log_sums import log_sums
 from speculators.kernels.row_chunks import Chunk, row_chunks
-from speculators.kernels.running_sums import TILE, RunningSums
 
 try:
     import triton
@@ -207,23 +206,25 @@ def _kernel(task: _Task, inputs: list[Tensor], with_gradient: bool) -> _Result:
         count = chunk.count
         states, draft, factors = chunk.take(hidden), buffer[:count], chunk.take(bias[0]) if bias else None
         bias_logits = None if bias_buffer is None else bias_buffer[:count]
-        addend = None if factors is None else _Addend(factors, bias[1], bias_logits)
+        if joint and task.teacher_hidden is not None:
+            logits = buffer[: count + chunk.teacher_count]
+            teacher = logits[count:]
+            torch.mm(torch.cat([states, chunk.take_teacher(task.teacher_hidden)]), head.weight.T, out=logits)
+        else:
+            torch.mm(states, draft_head.weight.T, out=draft)
+            teacher = teacher_buffer[: chunk.teacher_count]
+            if task.teacher_hidden is not None:
+                torch.mm(chunk.take_teacher(task.teacher_hidden), head.weight.T, out=teacher)
+        if factors is not None and bias_logits is not None:
+            torch.mm(factors, bias[1].T, out=bias_logits)
+        elif factors is not None:
+            draft.addmm_(factors, bias[1].T)
         with torch.cuda.device_of(hidden):
             if task.teacher_hidden is None:
                 assert labels is not None
-                _logits(states, draft_head, draft, addend, summed=False)
                 _launch_alone(task, chunk, draft, bias_logits, labels, result, with_gradient)
             else:
-                teacher_states = chunk.take_teacher(task.teacher_hidden)
-                if joint:
-                    logits = buffer[: count + chunk.teacher_count]
-                    sums = _logits(torch.cat([states, teacher_states]), head, logits, addend)
-                    teacher, draft_sums, teacher_sums = logits[count:], sums.part(slice(0, count)), sums.part(slice(count, None))
-                else:
-                    draft_sums = _logits(states, draft_head, draft, addend)
-                    teacher = teacher_buffer[: chunk.teacher_count]
-                    teacher_sums = _logits(teacher_states, head, teacher)
-                _launch(task, chunk, draft, bias_logits, draft_sums, teacher, teacher_sums, result, with_gradient)
+                _launch(task, chunk, draft, bias_logits, teacher, result, with_gradient)
         if with_gradient:
             _multiply(draft, draft_head.weight, result.gradients[0], chunk)
             if factors is not None:  # without a buffer of its own, M f has the gradient of W h
@@ -231,30 +232,6 @@ def _kernel(task: _Task, inputs: list[Tensor], with_gradient: bool) -> _Result:
                 _multiply(of_bias, bias[1], result.gradients[1], chunk)
                 result.gradients[2].add_(torch.mm(of_bias.T, factors))
     return result
-
-
-@dataclass(frozen=True)
-class _Addend:
-    """The Markov bias M f of the first n rows of a product."""
-
-    factors: Tensor  # [n, r] f
-    head: Tensor  # [V, r] M
-    apart: Tensor | None  # [n, V] where it goes, if not onto the product
-
-
-def _logits(states: Tensor, head: FrozenHead, target: Tensor, addend: _Addend | None = None, *, summed: bool = True) -> RunningSums:
-    """W h of rows [n, H] into a target [n, V], tile by tile, with their sums, which find each tile in the cache."""
-    running = RunningSums.of(len(states), None, states.device)
-    for start in range(0, len(head.weight), TILE if summed else len(head.weight)):
-        part = slice(start, start + TILE if summed else None)
-        tile, bias = torch.mm(states, head.weight[part].T, out=target[:, part]), None
-        if addend is not None and addend.apart is not None:
-            bias = torch.mm(addend.factors, addend.head[part].T, out=addend.apart[:, part])
-        elif addend is not None:
-            tile[: len(addend.factors)].addmm_(addend.factors, addend.head[part].T)
-        if summed:
-            running.add(tile, start, head, bias)
-    return running
 
 
 def _multiply(left: Tensor, right: Tensor, target: Tensor, chunk: Chunk) -> None:
@@ -266,30 +243,24 @@ def _multiply(left: Tensor, right: Tensor, target: Tensor, chunk: Chunk) -> None
 
 
 def _launch(
-    task: _Task,
-    chunk: Chunk,
-    draft: Tensor,
-    bias_logits: Tensor | None,
-    draft_sums: RunningSums,
-    teacher: Tensor,
-    teacher_sums: RunningSums,
-    result: _Result,
-    with_gradient: bool,
+    task: _Task, chunk: Chunk, draft: Tensor, bias_logits: Tensor | None, teacher: Tensor, result: _Result, with_gradient: bool
 ) -> None:
     """One chunk beside its teacher: statistics into `result`, the gradients of the logits over the logits."""
-    teacher_log_sums = reached = teacher_sums.log_sums()
+    draft_head = task.draft_head
+    draft_log_sums, draft_choices = log_sums(draft, draft_head, bias_logits, implementation="triton")
+    teacher_log_sums, teacher_choices = log_sums(teacher, task.head, implementation="triton")
+    reached = teacher_log_sums
     if task.draft_rows is not None:
         reached = log_sums(teacher, task.head, chosen=task.draft_rows, implementation="triton")[0]
-    targets = task.targets(chunk, teacher_sums.choices)
+    targets = task.targets(chunk, teacher_choices)
     columns, known = task.label_columns(chunk, targets)
-    label_logits = task.draft_head.finish(draft.gather(1, columns[:, None])[:, 0], columns)
+    label_logits = draft_head.finish(draft.gather(1, columns[:, None])[:, 0], columns)
     if bias_logits is not None:
         label_logits = label_logits + bias_logits.gather(1, columns[:, None])[:, 0]
-    draft_log_sums = draft_sums.log_sums()
     log_probability = label_logits - draft_log_sums
     used = task.weigh(chunk, log_probability, known) != 0
     result.statistics[0, chunk.rows] = torch.where(used & known, -log_probability, 0.0)
-    result.matches[chunk.rows] = task.matches(draft_sums.choices, targets) & used
+    result.matches[chunk.rows] = task.matches(draft_choices, targets) & used
     distil_rows_(
         draft,
         bias_logits,
@@ -297,7 +268,7 @@ def _launch(
         chunk.positions,
         chunk.rows,
         task.head,
-        task.draft_head,
+        draft_head,
         task.draft_rows,
         RowSums(draft_log_sums, teacher_log_sums, reached, torch.where(known, columns, -1)),
         task.weights,

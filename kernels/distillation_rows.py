@@ -19,7 +19,7 @@ try:
     import triton
     import triton.language as tl
 
-    from speculators.kernels.log_sums import load_logits, store_gradient
+    from speculators.kernels.log_sums import LN2, LOG2E, exp2, load_logits, store_gradient
 except ImportError:  # no build for this platform: the reference serves it
     triton = None
 
@@ -101,6 +101,7 @@ if triton is not None:
         HAS_HEAD_BIAS: tl.constexpr,
         HAS_SOFTCAP: tl.constexpr,
         REDUCED: tl.constexpr,
+        HAS_CROSS_ENTROPY: tl.constexpr,
         HAS_L1: tl.constexpr,
         WITH_GRADIENT: tl.constexpr,
         LISTED: tl.constexpr,
@@ -119,9 +120,10 @@ if triton is not None:
         weight = tl.load(weights + place)
         position = tl.load(positions + program)
         teacher_row = teacher + position * teacher_size
-        log_draft = tl.load(draft_log_sums + program)
-        log_teacher = tl.load(teacher_log_sums + position)
-        log_reached = tl.load(reached_log_sums + position)
+        # Logarithms to base 2 from here on.
+        log_draft = tl.load(draft_log_sums + program) * LOG2E
+        log_teacher = tl.load(teacher_log_sums + position) * LOG2E
+        log_reached = tl.load(reached_log_sums + position) * LOG2E
         label = tl.load(columns_of_labels + program).to(tl.int32)
         # The gradient of cross-entropy and KL: p - onehot and p - q, weighted.
         label_weight = tl.where(label >= 0, weight * ce_coefficient, 0.0)
@@ -145,20 +147,23 @@ if triton is not None:
                 t = load_logits(
                     teacher_row, teacher_row, teacher_head_bias, ids, inside, scale, softcap, False, HAS_HEAD_BIAS, HAS_SOFTCAP
                 )[0]
-                log_p = z - log_draft
-                log_q = t - log_reached
-                p = tl.exp(log_p)
-                q_reached = tl.exp(log_q)
+                log_p = z * LOG2E - log_draft
+                log_q = t * LOG2E - log_reached
+                p = exp2(log_p)
+                q_reached = exp2(log_q)
                 q = q_reached
                 if REDUCED:
-                    q = tl.exp(t - log_teacher)
-                sign = tl.where(p > q, 1.0, tl.where(p < q, -1.0, 0.0))
+                    q = exp2(t * LOG2E - log_teacher)
+                difference = p - q
+                sign = tl.minimum(tl.maximum(difference * 3.0e38, -1.0), 1.0)  # in three instructions
                 if number == 0:
-                    l1 += tl.abs(p - q)
+                    l1 += tl.abs(difference)
                     kl += q_reached * tl.where(inside, log_q - log_p, 0.0)
                     signed += p * sign
                 if WITH_GRADIENT and number == PASSES - 1:
-                    gradient = draft_weight * p - teacher_weight * q_reached - tl.where(columns == label, label_weight, 0.0)
+                    gradient = draft_weight * p - teacher_weight * q_reached
+                    if HAS_CROSS_ENTROPY:
+                        gradient -= tl.where(columns == label, label_weight, 0.0)
                     if HAS_L1:
                         gradient += weight * l1_coefficient * p * (sign - sign_mean)
                     store_gradient(draft_row, bias_row, columns, inside, gradient, capped, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
@@ -166,10 +171,10 @@ if triton is not None:
                 sign_mean = tl.sum(signed, 0)
         distance = tl.sum(l1, 0)
         if REDUCED:  # the teacher's mass outside the draft vocabulary
-            distance += tl.maximum(1.0 - tl.exp(log_reached - log_teacher), 0.0)
+            distance += tl.maximum(1.0 - exp2(log_reached - log_teacher), 0.0)
         used = weight != 0
         tl.store(statistics + place, tl.where(used, distance, 0.0))
-        tl.store(statistics + count + place, tl.where(used, tl.sum(kl, 0), 0.0))
+        tl.store(statistics + count + place, tl.where(used, tl.sum(kl, 0) * LN2, 0.0))
         tl.store(statistics + 2 * count + place, tl.where(used, tl.maximum(1.0 - 0.5 * distance, 0.0), 0.0))
 
 
@@ -235,6 +240,7 @@ def distil_rows_(
         **head_flags(head),
         HAS_BIAS=bias is not None,
         REDUCED=draft_rows is not None,
+        HAS_CROSS_ENTROPY=cross_entropy != 0,
         HAS_L1=l1 != 0,
         WITH_GRADIENT=with_gradient,
         LISTED=listed,

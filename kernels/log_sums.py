@@ -7,6 +7,7 @@ The logits of a product W h are softcap(scale * W h + b) + m, with a Markov bias
 # Triton's kernels are typed by what they are launched with.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
+import os
 from typing import Any, Literal
 
 import torch
@@ -36,6 +37,16 @@ def _reference(product: Tensor, head: FrozenHead, bias: Tensor | None, chosen: T
 
 
 if triton is not None:
+    LOG2E = tl.constexpr(1.4426950408889634)  # exp(x - r) = exp2(x * LOG2E - r * LOG2E): one multiply-add and one exponential
+    LN2 = tl.constexpr(0.6931471805599453)
+    _PTX = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1" and torch.version.hip is None)
+
+    @triton.jit
+    def exp2(x):
+        """2 to the x; below 2^-126, where `tl.exp2` spends three more instructions on subnormal numbers, 0."""
+        if _PTX:
+            return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+        return tl.exp2(x)
 
     @triton.jit
     def _capped(x, softcap):
@@ -104,13 +115,14 @@ if triton is not None:
             peak = tl.max(z, 1)
             found = tl.where(peak > largest, start, found)
             peak = tl.maximum(peak, largest)
-            total = total * tl.exp(largest - peak) + tl.sum(tl.exp(z - peak[:, None]), 1)
+            reference = peak * LOG2E
+            total = total * exp2(largest * LOG2E - reference) + tl.sum(exp2(z * LOG2E - reference[:, None]), 1)
             largest = peak
         index = found[:, None] + neighbours
         z = _row_logits(row, bias_row, head_bias, chosen, index, size, scale, softcap, HAS_BIAS, HAS_HEAD_BIAS, HAS_SOFTCAP, REDUCED)
         top = tl.max(largest, 0)
         choice = tl.min(tl.min(tl.where(z == top, index, size - 1), 1), 0)
-        return top + tl.log(tl.sum(total * tl.exp(largest - top), 0)), choice
+        return top + tl.log(tl.sum(total * exp2((largest - top) * LOG2E), 0)), choice
 
     @triton.jit
     def _log_sums_kernel(

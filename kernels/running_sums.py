@@ -21,7 +21,7 @@ try:
     import triton
     import triton.language as tl
 
-    from speculators.kernels.log_sums import load_logits, store_gradient
+    from speculators.kernels.log_sums import LOG2E, exp2, load_logits, store_gradient
 except ImportError:  # no build for this platform: the reference serves it
     triton = None
 
@@ -81,7 +81,7 @@ if triton is not None:
         if not FIRST:
             before = tl.load(references + row)
             reference = tl.where(peak > before + slack, peak, before)
-            shrink = tl.exp(before - reference)
+            shrink = exp2((before - reference) * LOG2E)
             before_sum = tl.load(sums + row) * shrink
             largest = tl.load(peaks + row)
             choice = tl.where(peak > largest, choice, tl.load(choices + row))
@@ -92,7 +92,7 @@ if triton is not None:
                         place = first + tl.arange(0, SUMMED_BLOCK)
                         old = tl.load(summed + row * summed_size + place, mask=place < summed_size, other=0.0)
                         tl.store(summed + row * summed_size + place, old * shrink, mask=place < summed_size)
-        exponential = tl.exp(z - reference)
+        exponential = exp2(z * LOG2E - reference * LOG2E)
         if HAS_LABELS:
             label = tl.load(labels + row) - start
             at_label = (columns == label) & inside
@@ -134,17 +134,6 @@ class RunningSums:
         """Before the first tile."""
         references, sums, label_logits, peaks = torch.empty(4, count, dtype=torch.float32, device=device)
         return cls(references, sums, label_logits, peaks, torch.empty(count, dtype=torch.int64, device=device), labels)
-
-    def part(self, rows: slice) -> "RunningSums":
-        """Some of the rows."""
-        labels = None if self.labels is None else self.labels[rows]
-        references, sums, label_logits = self.references[rows], self.sums[rows], self.label_logits[rows]
-        return RunningSums(references, sums, label_logits, self.peaks[rows], self.choices[rows], labels)
-
-    def log_sums(self) -> Tensor:
-        """[n] float32 log-sum-exp of all columns, without labels."""
-        assert self.labels is None
-        return self.references + self.sums.log()
 
     def add(
         self,
