@@ -40,6 +40,7 @@ from speculators.kernels.frozen_head import FrozenHead, label_columns
 from speculators.kernels.linear_cross_entropy import linear_cross_entropy, sweep_rows
 from speculators.kernels.log_sums import log_sums
 from speculators.kernels.row_chunks import Chunk, row_chunks
+from speculators.kernels.scaled import scaled
 
 try:
     import triton
@@ -183,11 +184,12 @@ def _kernel(task: _Task, inputs: list[Tensor], with_gradient: bool) -> _Result:
         return result
     head, draft_head = task.head, task.draft_head
     hidden, *bias = inputs
-    labels = task.labels
-    if task.teacher_hidden is None and task.draft_rows is not None:
-        assert labels is not None
-        columns, known = label_columns(labels, len(head.weight), task.draft_rows)
-        labels = torch.where(known, columns, -1)
+    vocabulary = len(head.weight)
+    labels = columns_of_ids = None
+    if task.labels is not None:
+        labels = _columns(task.labels, vocabulary, task.draft_rows)
+    elif task.draft_rows is not None:
+        columns_of_ids = _columns(torch.arange(vocabulary, device=hidden.device), vocabulary, task.draft_rows)
     if task.teacher_hidden is None and not bias:
         assert labels is not None
         for chunk in task.chunks:
@@ -224,7 +226,7 @@ def _kernel(task: _Task, inputs: list[Tensor], with_gradient: bool) -> _Result:
                 assert labels is not None
                 _launch_alone(task, chunk, draft, bias_logits, labels, result, with_gradient)
             else:
-                _launch(task, chunk, draft, bias_logits, teacher, result, with_gradient)
+                _launch(task, chunk, draft, bias_logits, teacher, labels, columns_of_ids, result, with_gradient)
         if with_gradient:
             _multiply(draft, draft_head.weight, result.gradients[0], chunk)
             if factors is not None:  # without a buffer of its own, M f has the gradient of W h
@@ -242,8 +244,22 @@ def _multiply(left: Tensor, right: Tensor, target: Tensor, chunk: Chunk) -> None
         target[chunk.rows] = torch.mm(left, right)
 
 
+def _columns(labels: Tensor, vocabulary: int, draft_rows: Tensor | None) -> Tensor:
+    """The columns [M] of labels [M], -1 for none."""
+    columns, known = label_columns(labels, vocabulary, draft_rows)
+    return torch.where(known, columns, -1)
+
+
 def _launch(
-    task: _Task, chunk: Chunk, draft: Tensor, bias_logits: Tensor | None, teacher: Tensor, result: _Result, with_gradient: bool
+    task: _Task,
+    chunk: Chunk,
+    draft: Tensor,
+    bias_logits: Tensor | None,
+    teacher: Tensor,
+    labels: Tensor | None,
+    columns_of_ids: Tensor | None,
+    result: _Result,
+    with_gradient: bool,
 ) -> None:
     """One chunk beside its teacher: statistics into `result`, the gradients of the logits over the logits."""
     draft_head = task.draft_head
@@ -252,15 +268,17 @@ def _launch(
     reached = teacher_log_sums
     if task.draft_rows is not None:
         reached = log_sums(teacher, task.head, chosen=task.draft_rows, implementation="triton")[0]
-    targets = task.targets(chunk, teacher_choices)
-    columns, known = task.label_columns(chunk, targets)
-    label_logits = draft_head.finish(draft.gather(1, columns[:, None])[:, 0], columns)
-    if bias_logits is not None:
-        label_logits = label_logits + bias_logits.gather(1, columns[:, None])[:, 0]
-    log_probability = label_logits - draft_log_sums
-    used = task.weigh(chunk, log_probability, known) != 0
-    result.statistics[0, chunk.rows] = torch.where(used & known, -log_probability, 0.0)
-    result.matches[chunk.rows] = task.matches(draft_choices, targets) & used
+    if task.reweigh is not None:
+        if labels is None:
+            columns = teacher_choices[chunk.positions]
+            columns = columns if columns_of_ids is None else columns_of_ids[columns]
+        else:
+            columns = labels[chunk.rows]
+        places = columns.clamp(min=0)
+        label_logits = draft_head.finish(draft.gather(1, places[:, None])[:, 0], places)
+        if bias_logits is not None:
+            label_logits = label_logits + bias_logits.gather(1, places[:, None])[:, 0]
+        task.weigh(chunk, label_logits - draft_log_sums, columns >= 0)
     distil_rows_(
         draft,
         bias_logits,
@@ -270,9 +288,12 @@ def _launch(
         task.head,
         draft_head,
         task.draft_rows,
-        RowSums(draft_log_sums, teacher_log_sums, reached, torch.where(known, columns, -1)),
+        RowSums(draft_log_sums, draft_choices, teacher_log_sums, teacher_choices, reached),
+        labels,
+        columns_of_ids,
         task.weights,
-        result.statistics[1:],
+        result.statistics,
+        result.matches,
         cross_entropy=task.cross_entropy,
         l1=task.l1,
         kl=task.kl,
@@ -281,9 +302,9 @@ def _launch(
 
 
 def _sweep(task: _Task, chunk: Chunk, hidden: Tensor, labels: Tensor, result: _Result, with_gradient: bool) -> None:
-    """One chunk without teacher and Markov bias; `labels` [M] are columns, anything else for none."""
+    """One chunk without teacher and Markov bias; `labels` [M] are columns, -1 for none."""
     own = labels[chunk.rows]
-    known = (own >= 0) & (own < len(task.draft_head.weight))
+    known = own >= 0
 
     def weigh(cross_entropy: Tensor) -> Tensor:
         return task.cross_entropy * task.weigh(chunk, -cross_entropy, known)
@@ -349,7 +370,7 @@ class _DistillationLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, loss_gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, *(gradient * loss_gradient for gradient in ctx.saved_tensors)
+        return None, None, None, *(scaled(gradient, loss_gradient) for gradient in ctx.saved_tensors)
 
 
 def distillation_loss(

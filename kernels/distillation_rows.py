@@ -28,19 +28,21 @@ __all__ = ["RowSums", "distil_rows_", "row_losses"]
 
 @dataclass(frozen=True)
 class RowSums:
-    """What is known of n draft and t teacher rows before their losses; sums in float32.
+    """What is known of n draft and t teacher rows before their losses: log-sums in float32, likeliest columns in int64.
 
     Attributes:
         draft: [n] log-sum-exp of the draft logits.
-        teacher: [t] of the teacher's.
-        reached: [t] of the teacher's over the draft vocabulary.
-        columns: [n] int64 the labels' columns, -1 for none.
+        draft_choices: [n] their likeliest columns.
+        teacher: [t] log-sum-exp of the teacher's.
+        teacher_choices: [t] their likeliest columns, verifier ids.
+        reached: [t] log-sum-exp of the teacher's over the draft vocabulary.
     """
 
     draft: Tensor
+    draft_choices: Tensor
     teacher: Tensor
+    teacher_choices: Tensor
     reached: Tensor
-    columns: Tensor
 
 
 def row_losses(log_p: Tensor, teacher_logits: Tensor | None, columns: Tensor, known: Tensor, draft_rows: Tensor | None) -> Tensor:
@@ -82,12 +84,16 @@ if triton is not None:
         draft_ids,  # [Vd] verifier ids, if REDUCED
         positions,  # [n] rows of the teacher
         draft_log_sums,  # [n]
+        draft_choices,  # [n]
         teacher_log_sums,  # [t]
+        teacher_choices,  # [t]
         reached_log_sums,  # [t], over the draft vocabulary
-        columns_of_labels,  # [n] columns, -1 for none
+        columns_of_ids,  # [V] columns, -1 for none, if REDUCED without HAS_LABELS
+        labels,  # [M] columns, -1 for none, if HAS_LABELS
         weights,  # [M]
-        statistics,  # [3, M] L1, KL, acceptance
-        rows,  # [n] where a row's weight and statistics stand, if LISTED; else they stand from `first` on
+        statistics,  # [4, M] cross-entropy, L1, KL, acceptance
+        matches,  # [M] uint8
+        rows,  # [n] where a row's label, weight and statistics stand, if LISTED; else they stand from `first` on
         first,
         count,  # M
         draft_size,
@@ -101,6 +107,7 @@ if triton is not None:
         HAS_HEAD_BIAS: tl.constexpr,
         HAS_SOFTCAP: tl.constexpr,
         REDUCED: tl.constexpr,
+        HAS_LABELS: tl.constexpr,
         HAS_CROSS_ENTROPY: tl.constexpr,
         HAS_L1: tl.constexpr,
         WITH_GRADIENT: tl.constexpr,
@@ -120,11 +127,28 @@ if triton is not None:
         weight = tl.load(weights + place)
         position = tl.load(positions + program)
         teacher_row = teacher + position * teacher_size
+        used = weight != 0
+        target = tl.load(teacher_choices + position)
+        choice = tl.load(draft_choices + program)
+        label = target
+        if HAS_LABELS:
+            label = tl.load(labels + place)
+        if REDUCED:
+            choice = tl.load(draft_ids + choice)
+            if not HAS_LABELS:
+                label = tl.load(columns_of_ids + target)
+        of_label = load_logits(
+            draft_row, bias_row, draft_head_bias, tl.maximum(label, 0), label >= 0, scale, softcap, HAS_BIAS, HAS_HEAD_BIAS, HAS_SOFTCAP
+        )[0]
+        log_draft = tl.load(draft_log_sums + program)
+        tl.store(statistics + place, tl.where(used & (label >= 0), log_draft - of_label, 0.0))
+        tl.store(matches + place, (used & (choice == target)).to(tl.uint8))
+        tl.debug_barrier()  # all threads have read the label's logit; below one of them overwrites it
+        label = label.to(tl.int32)
         # Logarithms to base 2 from here on.
-        log_draft = tl.load(draft_log_sums + program) * LOG2E
+        log_draft = log_draft * LOG2E
         log_teacher = tl.load(teacher_log_sums + position) * LOG2E
         log_reached = tl.load(reached_log_sums + position) * LOG2E
-        label = tl.load(columns_of_labels + program).to(tl.int32)
         # The gradient of cross-entropy and KL: p - onehot and p - q, weighted.
         label_weight = tl.where(label >= 0, weight * ce_coefficient, 0.0)
         teacher_weight = weight * kl_coefficient
@@ -172,10 +196,9 @@ if triton is not None:
         distance = tl.sum(l1, 0)
         if REDUCED:  # the teacher's mass outside the draft vocabulary
             distance += tl.maximum(1.0 - exp2(log_reached - log_teacher), 0.0)
-        used = weight != 0
-        tl.store(statistics + place, tl.where(used, distance, 0.0))
-        tl.store(statistics + count + place, tl.where(used, tl.sum(kl, 0) * LN2, 0.0))
-        tl.store(statistics + 2 * count + place, tl.where(used, tl.maximum(1.0 - 0.5 * distance, 0.0), 0.0))
+        tl.store(statistics + count + place, tl.where(used, distance, 0.0))
+        tl.store(statistics + 2 * count + place, tl.where(used, tl.sum(kl, 0) * LN2, 0.0))
+        tl.store(statistics + 3 * count + place, tl.where(used, tl.maximum(1.0 - 0.5 * distance, 0.0), 0.0))
 
 
 def distil_rows_(
@@ -188,8 +211,11 @@ def distil_rows_(
     draft_head: FrozenHead,
     draft_rows: Tensor | None,
     sums: RowSums,
+    labels: Tensor | None,
+    columns_of_ids: Tensor | None,
     weights: Tensor,
     statistics: Tensor,
+    matches: Tensor,
     *,
     cross_entropy: float,
     l1: float,
@@ -207,8 +233,11 @@ def distil_rows_(
         head, draft_head: the verifier's, and that of the draft vocabulary.
         draft_rows: [Vd] int64 or None.
         sums: of these rows.
+        labels: [M] int64 columns, -1 for none; None takes the teacher's likeliest.
+        columns_of_ids: [V] int64 the column of a verifier id, -1 for none; needed with `draft_rows` and without `labels`.
         weights: [M] float32; a row of weight 0 has neither statistics nor a gradient.
-        statistics: [3, M] float32 L1, KL and acceptance, written.
+        statistics: [4, M] float32 cross-entropy, L1, KL and acceptance, written.
+        matches: [M] bool, whether drafter and teacher like the same token most, written.
         cross_entropy, l1, kl: coefficients of the gradient.
         with_gradient: whether there is one.
     """
@@ -222,11 +251,15 @@ def distil_rows_(
         draft_rows,
         positions,
         sums.draft,
+        sums.draft_choices,
         sums.teacher,
+        sums.teacher_choices,
         sums.reached,
-        sums.columns,
+        columns_of_ids,
+        labels,
         weights,
         statistics,
+        matches.view(torch.uint8),
         rows if listed else None,
         rows.start if isinstance(rows, slice) else 0,
         statistics.shape[1],
@@ -240,6 +273,7 @@ def distil_rows_(
         **head_flags(head),
         HAS_BIAS=bias is not None,
         REDUCED=draft_rows is not None,
+        HAS_LABELS=labels is not None,
         HAS_CROSS_ENTROPY=cross_entropy != 0,
         HAS_L1=l1 != 0,
         WITH_GRADIENT=with_gradient,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 # Bytes of a chunk's logits, the drafter's and, with one, the teacher's together; on the CPU autograd keeps a few more of them.
-_CHUNK_BYTES = {"cuda": 640 << 20, "cpu": 1 << 26}
+_CHUNK_BYTES = {"cuda": 1 << 29, "cpu": 1 << 26}
 
 
 @dataclass(frozen=True)
