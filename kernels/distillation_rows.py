@@ -196,6 +196,7 @@ if triton is not None:
         distance = tl.sum(l1, 0)
         if REDUCED:  # the teacher's mass outside the draft vocabulary
             distance += tl.maximum(1.0 - exp2(log_reached - log_teacher), 0.0)
+        distance = tl.where(distance > 2.0, 2.0, distance)  # by rounding alone
         tl.store(statistics + count + place, tl.where(used, distance, 0.0))
         tl.store(statistics + 2 * count + place, tl.where(used, tl.sum(kl, 0) * LN2, 0.0))
         tl.store(statistics + 3 * count + place, tl.where(used, tl.maximum(1.0 - 0.5 * distance, 0.0), 0.0))

@@ -116,7 +116,8 @@ if triton is not None:
             found = tl.where(peak > largest, start, found)
             peak = tl.maximum(peak, largest)
             reference = peak * LOG2E
-            total = total * exp2(largest * LOG2E - reference) + tl.sum(exp2(z * LOG2E - reference[:, None]), 1)
+            # Not `largest * LOG2E - reference`: of a lane without any column that is what rounding leaves of 1e30, which can be 1e22.
+            total = total * exp2((largest - peak) * LOG2E) + tl.sum(exp2(z * LOG2E - reference[:, None]), 1)
             largest = peak
         index = found[:, None] + neighbours
         z = _row_logits(row, bias_row, head_bias, chosen, index, size, scale, softcap, HAS_BIAS, HAS_HEAD_BIAS, HAS_SOFTCAP, REDUCED)

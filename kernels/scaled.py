@@ -1,6 +1,6 @@
 """A tensor times a number that lies on the device: what backward does with gradients that are already there.
 
-torch takes such a product through its general broadcasting kernel, at a quarter of the speed of a copy.
+`x * factor` would not do for 16-bit tensors: on a GPU torch rounds the factor to x's dtype first, and is four times slower than a copy.
 """
 
 # Triton's kernels are typed by what they are launched with.
@@ -41,7 +41,8 @@ def scaled(x: Tensor, factor: Tensor, *, implementation: Literal["auto", "refere
     """
     by_kernel = triton is not None and x.is_cuda and x.dtype != torch.float64 and x.is_contiguous()
     if implementation == "reference" or (implementation == "auto" and not by_kernel):
-        return (x * factor).to(x.dtype)
+        accurate = torch.promote_types(x.dtype, torch.float32)
+        return (x.to(accurate) * factor.to(accurate)).to(x.dtype)
     result = torch.empty_like(x)
     if x.numel():
         with torch.cuda.device_of(x):
