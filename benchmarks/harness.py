@@ -204,6 +204,23 @@ def _processor() -> str:
     return names[0] if names else platform.machine()
 
 
+def other_processes(device: torch.device) -> int:
+    """How many processes beside this one use a GPU; 0 where nvidia-smi cannot tell, or names none of this machine's."""
+    if device.type != "cuda":
+        return 0
+    command = [
+        "nvidia-smi",
+        f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}",
+        "--query-compute-apps=pid",
+        "--format=csv,noheader",
+    ]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    return sum(pid.isdigit() and int(pid) != os.getpid() and Path("/proc", pid).exists() for pid in listed)
+
+
 def _commit() -> str | None:
     if given := os.environ.get("BENCHMARK_COMMIT"):  # a copy without its history
         return given
@@ -240,8 +257,12 @@ class Report:
             timing: None for something that did not run; say why in `facts`.
             work: for the floor and the share of it that was reached.
             facts: shapes, memory, notes: numbers and strings, one column each.
+
+        Where other processes use the GPU when it is called, the row says how many: they may have slowed it down.
         """
         row: dict[str, Any] = {"name": name, **facts}
+        if timing is not None and (others := other_processes(self.device)):
+            row["other_processes"] = others
         if timing is not None:
             row.update(asdict(timing))
         if work is not None:

@@ -39,7 +39,6 @@ if triton is not None:
     @triton.jit
     def _tile_kernel(
         logits,  # [n, stride] W h of a tile; becomes exp(z - r) dz/d(W h), 0 at the label, if KEEP
-        bias,  # [n, stride] m of a tile, if HAS_BIAS
         head_bias,  # [V]
         labels,  # [n] columns, if HAS_LABELS
         references,  # [n] r
@@ -56,7 +55,6 @@ if triton is not None:
         softcap,
         slack,
         FIRST: tl.constexpr,
-        HAS_BIAS: tl.constexpr,
         HAS_HEAD_BIAS: tl.constexpr,
         HAS_SOFTCAP: tl.constexpr,
         HAS_LABELS: tl.constexpr,
@@ -67,13 +65,12 @@ if triton is not None:
         """One program a row."""
         row = tl.program_id(0).to(tl.int64)
         tile = logits + row * stride
-        bias_tile = bias + row * stride
         tile_head_bias = head_bias
         if HAS_HEAD_BIAS:
             tile_head_bias = head_bias + start
         columns = tl.arange(0, BLOCK)
         inside = columns < size
-        z, capped = load_logits(tile, bias_tile, tile_head_bias, columns, inside, scale, softcap, HAS_BIAS, HAS_HEAD_BIAS, HAS_SOFTCAP)
+        z, capped = load_logits(tile, tile, tile_head_bias, columns, inside, scale, softcap, False, HAS_HEAD_BIAS, HAS_SOFTCAP)
         peak = tl.max(z, 0)
         choice = start + tl.min(tl.where(z == peak, columns, size - 1), 0)
         reference = tl.maximum(peak, -1.0e30)  # finite, so that exp(-inf - reference) is 0 and never NaN
@@ -140,7 +137,6 @@ class RunningSums:
         tile: Tensor,
         start: int,
         head: FrozenHead,
-        bias: Tensor | None = None,
         summed: Tensor | None = None,
         *,
         implementation: Literal["reference", "triton"] = "triton",
@@ -148,22 +144,19 @@ class RunningSums:
         """Take in the logits of columns `start` to `start` + w; tiles come in order, the first from 0.
 
         Args:
-            tile: [n, w] W h, rows apart by the same stride as those of `bias`. With `summed` it becomes exp(z - r) dz/d(W h), 0 at
-                the label.
+            tile: [n, w] W h. With `summed` it becomes exp(z - r) dz/d(W h), 0 at the label.
             start: the first column.
             head: gives scale, bias and cap.
-            bias: [n, w] added after the cap, or None.
-            summed: [n, size] float32 what the caller sums up from such tiles; shrunk where r moves. Not beside `bias`.
+            summed: [n, size] float32 what the caller sums up from such tiles; shrunk where r moves.
             implementation: the kernel or its definition.
         """
         slack = _SLACK.get(tile.dtype, _SLACK_BY_DEFAULT)
         if implementation == "reference":
-            self._add(tile, start, head, bias, summed, slack)
+            self._add(tile, start, head, summed, slack)
             return
         size = 1 if summed is None else summed.shape[1]
         _tile_kernel[(len(tile),)](
             tile,
-            tile if bias is None else bias,
             head.bias,
             self.labels,
             self.references,
@@ -180,7 +173,6 @@ class RunningSums:
             head.softcap or 1.0,
             slack,
             FIRST=start == 0,
-            HAS_BIAS=bias is not None,
             HAS_LABELS=self.labels is not None,
             KEEP=summed is not None,
             BLOCK=triton.next_power_of_2(tile.shape[1]),
@@ -189,11 +181,10 @@ class RunningSums:
             **head_flags(head),
         )
 
-    def _add(self, tile: Tensor, start: int, head: FrozenHead, bias: Tensor | None, summed: Tensor | None, slack: float) -> None:
+    def _add(self, tile: Tensor, start: int, head: FrozenHead, summed: Tensor | None, slack: float) -> None:
         """The definition."""
         columns = torch.arange(start, start + tile.shape[1], device=tile.device)
-        capped = head.finish(tile, columns).float()
-        z = capped if bias is None else capped + bias
+        z = head.finish(tile, columns).float()
         peak, choice = z.max(dim=1).values, start + z.argmax(dim=1)
         if start == 0:
             self.references.copy_(peak.clamp(min=-1e30))
@@ -215,5 +206,5 @@ class RunningSums:
         self.sums.copy_(self.sums * shrink + exponential.sum(dim=1))
         self.references.copy_(reference)
         if summed is not None:
-            slope = head.scale if head.softcap is None else head.scale * (1.0 - (capped / head.softcap) ** 2)
+            slope = head.scale if head.softcap is None else head.scale * (1.0 - (z / head.softcap) ** 2)
             tile.copy_(exponential * slope)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,6 +55,22 @@ def test_a_report_is_json_and_a_table_with_the_machine(benchmark: Any, tmp_path:
     assert document["measurements"][0]["floor_milliseconds"] == pytest.approx(1.0)
     lines = (tmp_path / "deep" / "table.md").read_text().splitlines()
     assert lines[0] == "# Products" and [line.count("|") for line in lines if line.startswith("|")] == [9, 9, 9, 9]
+
+
+def test_a_row_says_how_many_other_processes_used_the_gpu(benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those that nvidia-smi lists, this process and one that has ended do not count."""
+    harness, parent = benchmark("harness"), os.getppid()
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\nprintf '%s\\n' {os.getpid()} {parent} 4194305 '[N/A]'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="0"))
+    report = harness.Report("Shared", torch.device("cuda"))
+    timing = harness.Timing(1.5, 1.0, 2.0, 7, None, None)
+    assert report.add("measured", timing)["other_processes"] == 1
+    program.write_text("#!/bin/sh\nexit 9\n")
+    assert "other_processes" not in report.add("measured", timing)
+    assert "other_processes" not in harness.Report("Alone", CPU).add("measured", timing)
 
 
 def test_batches_of_a_size_hold_different_prompts_and_each_the_same_mixture(benchmark: Any) -> None:
