@@ -89,6 +89,8 @@ class _Task:
     draft_rows: Tensor | None  # [Vd]
     teacher_hidden: Tensor | None  # [T, H]
     labels: Tensor | None  # [M], None for the verifier's likeliest token; there without a teacher
+    columns: Tensor | None  # [M] of the labels among the draft logits, -1 for none
+    columns_of_ids: Tensor | None  # [V] of verifier ids, likewise; None where they are the ids
     weights: Tensor  # [M]
     reweigh: Reweigh | None
     cross_entropy: float
@@ -103,16 +105,18 @@ class _Task:
         assert self.labels is not None
         return self.labels[chunk.rows]
 
-    def label_columns(self, chunk: Chunk, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Columns of a chunk's labels among the draft logits, and whether they are there."""
-        labels = targets if self.labels is None else self.labels[chunk.rows]
-        return label_columns(labels, len(self.head.weight), self.draft_rows)
+    def label_columns(self, chunk: Chunk, targets: Tensor) -> Tensor:
+        """Columns [n] of a chunk's labels among the draft logits, -1 for none."""
+        if self.columns is not None:
+            return self.columns[chunk.rows]
+        return targets if self.columns_of_ids is None else self.columns_of_ids[targets]
 
-    def weigh(self, chunk: Chunk, log_probability: Tensor, known: Tensor) -> Tensor:
+    def weigh(self, chunk: Chunk, log_probability: Tensor, columns: Tensor) -> Tensor:
         """Weights of a chunk's rows, kept in `weights` too."""
         if self.reweigh is None:
             return self.weights[chunk.rows]
-        weights = self.reweigh(torch.where(known, log_probability, float("-inf")), chunk.row_numbers()).to(self.weights.dtype)
+        log_probability = torch.where(columns >= 0, log_probability, float("-inf"))
+        weights = self.reweigh(log_probability, chunk.row_numbers()).to(self.weights.dtype)
         weights = torch.where(self.weights[chunk.rows] != 0, weights, 0.0)
         self.weights[chunk.rows] = weights
         return weights
@@ -152,15 +156,16 @@ def _reference(task: _Task, inputs: list[Tensor], with_gradient: bool) -> _Resul
             teacher_logits = task.head.logits(chunk.take_teacher(task.teacher_hidden))
             teacher_choices, teacher_logits = teacher_logits.argmax(dim=1), teacher_logits[chunk.positions]
         targets = task.targets(chunk, teacher_choices)
-        columns, known = task.label_columns(chunk, targets)
+        columns = task.label_columns(chunk, targets)
+        places = columns.clamp(min=0)
         leaves = [chunk.take(x) for x in inputs[:2]] + inputs[2:]
         with torch.set_grad_enabled(with_gradient and bool(terms)):
             leaves = [leaf.detach().requires_grad_(torch.is_grad_enabled()) for leaf in leaves]
             draft_logits = task.draft_head.logits(*leaves)
             log_p = F.log_softmax(draft_logits, dim=1)
             with torch.no_grad():
-                weights = task.weigh(chunk, log_p.gather(1, columns[:, None])[:, 0], known)
-            losses = row_losses(log_p, teacher_logits, columns, known, task.draft_rows)
+                weights = task.weigh(chunk, log_p.gather(1, places[:, None])[:, 0], columns)
+            losses = row_losses(log_p, teacher_logits, places, columns >= 0, task.draft_rows)
             if torch.is_grad_enabled():
                 loss = torch.stack([(c * weights * losses[term]).sum() for c, term in terms]).sum()
                 gradients = torch.autograd.grad(loss, leaves)
@@ -184,16 +189,9 @@ def _kernel(task: _Task, inputs: list[Tensor], with_gradient: bool) -> _Result:
         return result
     head, draft_head = task.head, task.draft_head
     hidden, *bias = inputs
-    vocabulary = len(head.weight)
-    labels = columns_of_ids = None
-    if task.labels is not None:
-        labels = _columns(task.labels, vocabulary, task.draft_rows)
-    elif task.draft_rows is not None:
-        columns_of_ids = _columns(torch.arange(vocabulary, device=hidden.device), vocabulary, task.draft_rows)
     if task.teacher_hidden is None and not bias:
-        assert labels is not None
         for chunk in task.chunks:
-            _sweep(task, chunk, hidden, labels, result, with_gradient)
+            _sweep(task, chunk, hidden, result, with_gradient)
         return result
     # Where nothing comes between W h and M f, the bias is added to the logits; a capped or scaled head keeps the two apart.
     apart = bool(bias) and (head.softcap is not None or head.scale != 1.0)
@@ -223,10 +221,9 @@ def _kernel(task: _Task, inputs: list[Tensor], with_gradient: bool) -> _Result:
             draft.addmm_(factors, bias[1].T)
         with torch.cuda.device_of(hidden):
             if task.teacher_hidden is None:
-                assert labels is not None
-                _launch_alone(task, chunk, draft, bias_logits, labels, result, with_gradient)
+                _launch_alone(task, chunk, draft, bias_logits, result, with_gradient)
             else:
-                _launch(task, chunk, draft, bias_logits, teacher, labels, columns_of_ids, result, with_gradient)
+                _launch(task, chunk, draft, bias_logits, teacher, result, with_gradient)
         if with_gradient:
             _multiply(draft, draft_head.weight, result.gradients[0], chunk)
             if factors is not None:  # without a buffer of its own, M f has the gradient of W h
@@ -244,22 +241,8 @@ def _multiply(left: Tensor, right: Tensor, target: Tensor, chunk: Chunk) -> None
         target[chunk.rows] = torch.mm(left, right)
 
 
-def _columns(labels: Tensor, vocabulary: int, draft_rows: Tensor | None) -> Tensor:
-    """The columns [M] of labels [M], -1 for none."""
-    columns, known = label_columns(labels, vocabulary, draft_rows)
-    return torch.where(known, columns, -1)
-
-
 def _launch(
-    task: _Task,
-    chunk: Chunk,
-    draft: Tensor,
-    bias_logits: Tensor | None,
-    teacher: Tensor,
-    labels: Tensor | None,
-    columns_of_ids: Tensor | None,
-    result: _Result,
-    with_gradient: bool,
+    task: _Task, chunk: Chunk, draft: Tensor, bias_logits: Tensor | None, teacher: Tensor, result: _Result, with_gradient: bool
 ) -> None:
     """One chunk beside its teacher: statistics into `result`, the gradients of the logits over the logits."""
     draft_head = task.draft_head
@@ -269,16 +252,12 @@ def _launch(
     if task.draft_rows is not None:
         reached = log_sums(teacher, task.head, chosen=task.draft_rows, implementation="triton")[0]
     if task.reweigh is not None:
-        if labels is None:
-            columns = teacher_choices[chunk.positions]
-            columns = columns if columns_of_ids is None else columns_of_ids[columns]
-        else:
-            columns = labels[chunk.rows]
+        columns = task.label_columns(chunk, teacher_choices[chunk.positions])
         places = columns.clamp(min=0)
         label_logits = draft_head.finish(draft.gather(1, places[:, None])[:, 0], places)
         if bias_logits is not None:
             label_logits = label_logits + bias_logits.gather(1, places[:, None])[:, 0]
-        task.weigh(chunk, label_logits - draft_log_sums, columns >= 0)
+        task.weigh(chunk, label_logits - draft_log_sums, columns)
     distil_rows_(
         draft,
         bias_logits,
@@ -289,8 +268,8 @@ def _launch(
         draft_head,
         task.draft_rows,
         RowSums(draft_log_sums, draft_choices, teacher_log_sums, teacher_choices, reached),
-        labels,
-        columns_of_ids,
+        task.columns,
+        task.columns_of_ids,
         task.weights,
         result.statistics,
         result.matches,
@@ -301,18 +280,18 @@ def _launch(
     )
 
 
-def _sweep(task: _Task, chunk: Chunk, hidden: Tensor, labels: Tensor, result: _Result, with_gradient: bool) -> None:
-    """One chunk without teacher and Markov bias; `labels` [M] are columns, -1 for none."""
-    own = labels[chunk.rows]
-    known = own >= 0
+def _sweep(task: _Task, chunk: Chunk, hidden: Tensor, result: _Result, with_gradient: bool) -> None:
+    """One chunk without teacher and Markov bias."""
+    assert task.columns is not None
+    columns = task.columns[chunk.rows]
 
     def weigh(cross_entropy: Tensor) -> Tensor:
-        return task.cross_entropy * task.weigh(chunk, -cross_entropy, known)
+        return task.cross_entropy * task.weigh(chunk, -cross_entropy, columns)
 
     cross_entropy, matches = linear_cross_entropy(
         chunk.take(hidden),
         task.draft_head,
-        own,
+        columns,
         chunk.rows,
         weigh=weigh if with_gradient else None,
         gradient=result.gradients[0] if with_gradient else None,
@@ -325,10 +304,10 @@ def _sweep(task: _Task, chunk: Chunk, hidden: Tensor, labels: Tensor, result: _R
     result.matches[chunk.rows] = matches & used
 
 
-def _launch_alone(
-    task: _Task, chunk: Chunk, draft: Tensor, bias_logits: Tensor | None, labels: Tensor, result: _Result, with_gradient: bool
-) -> None:
-    """The kernel of one chunk with a Markov bias and without a teacher, likewise; `labels` as in `_sweep`."""
+def _launch_alone(task: _Task, chunk: Chunk, draft: Tensor, bias_logits: Tensor | None, result: _Result, with_gradient: bool) -> None:
+    """One chunk without teacher, with a Markov bias."""
+    columns = task.columns
+    assert columns is not None
 
     def launch(gradient_scale: float | None) -> None:
         cross_entropy_(
@@ -336,7 +315,7 @@ def _launch_alone(
             bias_logits,
             task.draft_head,
             chunk.rows,
-            labels,
+            columns,
             task.weights,
             result.statistics[0],
             result.matches,
@@ -346,8 +325,7 @@ def _launch_alone(
 
     if task.reweigh is not None:
         launch(None)
-        columns = labels[chunk.rows]
-        task.weigh(chunk, -result.statistics[0, chunk.rows], (columns >= 0) & (columns < len(task.draft_head.weight)))
+        task.weigh(chunk, -result.statistics[0, chunk.rows], columns[chunk.rows])
     launch(task.cross_entropy if with_gradient else None)
 
 
@@ -457,7 +435,9 @@ def distillation_loss(
         draft_head,
         draft_rows,
         None if teacher_hidden is None else teacher_hidden.detach().to(dtype),
-        None if labels is None else labels.contiguous(),
+        labels,
+        None if labels is None else label_columns(labels, len(head), draft_rows),
+        None if draft_rows is None else label_columns(torch.arange(len(head), device=head.device), len(head), draft_rows),
         weights.contiguous() if reweigh is None else weights.clone(),
         reweigh,
         float(cross_entropy),

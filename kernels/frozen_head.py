@@ -76,7 +76,7 @@ def _at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def label_columns(labels: Tensor, vocabulary: int, draft_rows: Tensor | None) -> tuple[Tensor, Tensor]:
+def label_columns(labels: Tensor, vocabulary: int, draft_rows: Tensor | None) -> Tensor:
     """Find labels among the columns of the draft logits.
 
     Args:
@@ -85,7 +85,7 @@ def label_columns(labels: Tensor, vocabulary: int, draft_rows: Tensor | None) ->
         draft_rows: [Vd] int64 ids of a reduced draft vocabulary, or None.
 
     Returns:
-        [n] int64 columns, 0 for unknown labels, and [n] bool, whether the label has a column.
+        [n] int64 columns, -1 for unknown labels and for those outside the draft vocabulary.
     """
     known = (labels >= 0) & (labels < vocabulary)
     columns = torch.where(known, labels, 0)
@@ -93,6 +93,4 @@ def label_columns(labels: Tensor, vocabulary: int, draft_rows: Tensor | None) ->
         numbers = torch.arange(len(draft_rows), device=labels.device)
         column_of_id = torch.full((vocabulary,), -1, dtype=torch.int64, device=labels.device).index_copy_(0, draft_rows, numbers)
         columns = column_of_id[columns]
-        known = known & (columns >= 0)
-        columns = torch.where(known, columns, 0)
-    return columns, known
+    return torch.where(known, columns, -1)

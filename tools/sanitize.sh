@@ -25,6 +25,9 @@ block_attention.blocks    longer-blocks or no-context
 block_attention.windows   window-causal or in_bfloat16
 block_attention.chains    chains_of_unequal or 64-9-3
 distillation_loss         4097 and (plain or rank+reduced or head_bias+rank) or bfloat16_inputs and rank+softcap-triton or (weight_zero or labels_alone and reduced) and triton
+linear_cross_entropy      definition and 129 and triton and wide or far_apart and 30.0
+running_sums              triton and (5 or 16) and 60
+scaled                    triton and dtype1
 cross_entropy             definition and (4097 or 9000 and True)
 partitioning              test_a_gpu and autocast and (segments or dspark)
 projection                gate_kernels
