@@ -127,6 +127,7 @@ def test_hidden_states_agree(pair: Pair) -> None:
 
 @torch.no_grad()
 def test_logits_of_decoding_agree_with_those_of_the_peers_training(pair: Pair) -> None:
+    """To rounding: logits of up to 18 carry two units in the last place of float32, 4e-6 of 18, on both sides and from pass to pass."""
     document = packed_batch(DOCUMENTS)
     theirs = at_slots(pair, row(), "final_logits")
     for number, anchor in enumerate(ANCHORS):
@@ -136,7 +137,8 @@ def test_logits_of_decoding_agree_with_those_of_the_peers_training(pair: Pair) -
         if pair.case.reduced:
             ours = ours[:, pair.ours.draft_token_ids()]
         kept = ~theirs[number].isnan()
-        torch.testing.assert_close(ours[kept], theirs[number][kept], **TOLERANCE)
+        largest = float(theirs[number][kept].abs().max())
+        torch.testing.assert_close(ours[kept], theirs[number][kept], rtol=0, atol=4e-6 * max(1.0, largest))
 
 
 @torch.no_grad()
