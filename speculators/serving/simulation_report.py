@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -129,10 +129,7 @@ def read_profile(name: str, source: str, times: StepTimes, temperature: float | 
 def plot_frontier(rows: Sequence[SimulationRow], title: str) -> Figure:
     """Throughput a GPU against the speed a user sees, a line a drafter and policy, a dot a load (DSpark, figure 7)."""
     figure, axes = _figure(title)
-    for label, points in _lines(rows).items():
-        axes.plot(
-            [r.tokens_per_second_a_user for r in points], [r.tokens_per_second / r.gpus for r in points], marker="o", ms=4, label=label
-        )
+    _draw(axes, rows, lambda row: (row.tokens_per_second_a_user, row.tokens_per_second / row.gpus))
     axes.set_xlabel(f"tokens/s a user sees ({KIND})")
     axes.set_ylabel(f"tokens/s a GPU ({KIND})")
     _finish(axes)
@@ -142,14 +139,24 @@ def plot_frontier(rows: Sequence[SimulationRow], title: str) -> Figure:
 def plot_concurrency(rows: Sequence[SimulationRow], title: str) -> Figure:
     """Throughput of the cluster by load, a line a drafter and policy."""
     figure, axes = _figure(title)
-    for label, points in _lines(rows).items():
-        axes.plot([r.load for r in points], [r.tokens_per_second for r in points], marker="o", ms=4, label=label)
+    _draw(axes, rows, lambda row: (row.load, row.tokens_per_second))
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    loads = sorted({row.load for row in rows})
+    if len(loads) <= 12:
+        axes.set_xticks(loads, [f"{load:g}" for load in loads])
     axes.set_xlabel("users" if rows[0].closed else "requests/s")
     axes.set_ylabel(f"tokens/s ({KIND})")
     _finish(axes)
     return figure
+
+
+def _draw(axes: Any, rows: Sequence[SimulationRow], place: Callable[[SimulationRow], tuple[float, float]]) -> None:
+    """Every line with its dots, the later ones thinner: where two lie on each other, both are seen."""
+    lines = _lines(rows)
+    for number, (label, points) in enumerate(lines.items()):
+        width = 1.5 + 3 * (1 - number / max(1, len(lines) - 1))
+        axes.plot(*zip(*map(place, points), strict=True), marker="o", markersize=3 + width, linewidth=width, label=label)
 
 
 def _lines(rows: Sequence[SimulationRow]) -> dict[str, list[SimulationRow]]:
