@@ -162,6 +162,8 @@ def test_settings_are_json_where_they_can_be() -> None:
     assert parse_settings(["a=7", "b=[2, 15]", "c=gated", "d=true"], "--option") == {"a": 7, "b": [2, 15], "c": "gated", "d": True}
     with pytest.raises(ConfigError, match="--option 'layers' must have the form key=value"):
         parse_settings(["layers"], "--option")
+    with pytest.raises(ConfigError, match=r"'a=2': a was given before, as 1; keep one"):
+        parse_settings(["a=1", "b=2", "a=2"], "--option")
     for broken in ("training={anchors: 8}", "taps=[2, 15", "deep=" + 5000 * "["):
         with pytest.raises(ConfigError, match="is no JSON; names and texts inside need double quotes"):
             parse_settings([broken], "--option")

@@ -93,19 +93,22 @@ def parse_settings(pairs: Sequence[str], option: str) -> dict[str, Any]:
     """`key=value` pairs; values are JSON where they parse as JSON (7, 0.5, true, [2, 15, 27]), else text.
 
     Raises:
-        ConfigError: a pair has no "=", or a value that begins as a JSON list or object is none.
+        ConfigError: a pair has no "=", a key comes twice, or a value that begins as a JSON list or object is none.
     """
     settings: dict[str, Any] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
+        key = key.strip()
         if not equals or not key:
             raise ConfigError(f"{option} {pair!r} must have the form key=value")
+        if key in settings:
+            raise ConfigError(f"{option} {pair!r}: {key} was given before, as {settings[key]!r}; keep one of them")
         try:
-            settings[key.strip()] = json.loads(value)
+            settings[key] = json.loads(value)
         except (ValueError, RecursionError):
             if value.strip().startswith(("{", "[")):
                 raise ConfigError(f'{option} {pair!r} is no JSON; names and texts inside need double quotes: {{"name": 1}}') from None
-            settings[key.strip()] = value
+            settings[key] = value
     return settings
 
 
