@@ -4,7 +4,7 @@ For every row with logits z (`log_sums.py`), p = softmax(z), label y and weight 
 
     CE = -log p_y            d(w CE)/dz = w * (p - e_y)
 
-What `distillation_loss` does to a chunk of rows where nothing depends on the verifier's distribution.
+What `distillation_loss` does to a chunk of rows with a Markov bias where nothing depends on the verifier's distribution.
 """
 
 # Triton's kernels are typed by what they are launched with.

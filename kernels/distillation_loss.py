@@ -138,7 +138,7 @@ class _Result:
     def empty(cls, task: _Task, inputs: list[Tensor]) -> "_Result":
         rows, device = len(task.weights), task.weights.device
         statistics = torch.zeros(1 if task.teacher_hidden is None else 4, rows, dtype=task.weights.dtype, device=device)
-        gradients = [torch.zeros_like(x) for x in inputs[:2]]
+        gradients = [torch.zeros(x.shape, dtype=x.dtype, device=device) for x in inputs[:2]]  # contiguous, whatever x is
         gradients += [torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=device) for x in inputs[2:]]
         return cls(statistics, torch.zeros(rows, dtype=torch.bool, device=device), gradients)
 
@@ -405,7 +405,7 @@ def distillation_loss(
         logit_softcap: cap c of c * tanh(logits / c), or None.
         head_bias: [V] or None.
         draft_rows: [Vd] int64 different verifier ids, the reduced draft vocabulary, or None where Vd = V.
-        chunk_rows: rows a chunk; None takes `FrozenHead.default_chunk_rows`.
+        chunk_rows: rows a chunk; None takes `FrozenHead.default_chunk_rows`, or `sweep_rows` for the kernel without teacher and bias.
         implementation: "auto" takes the kernel on CUDA below float64.
 
     Raises:
@@ -424,6 +424,8 @@ def distillation_loss(
     # The kernel takes the products as the tensor cores leave them; the reference is exact to float32.
     accurate = torch.promote_types(head.dtype, torch.float32)
     dtype = head.dtype if use_kernel else accurate
+    head_bias = None if head_bias is None else head_bias.contiguous()
+    draft_rows = None if draft_rows is None else draft_rows.contiguous()
     frozen = FrozenHead(head.detach(), head_bias, float(logit_scale), logit_softcap).to(dtype)
     draft_head = frozen.select(draft_rows)
     weights = weights.detach().to(accurate)

@@ -141,9 +141,9 @@ if triton is not None:
             draft_row, bias_row, draft_head_bias, tl.maximum(label, 0), label >= 0, scale, softcap, HAS_BIAS, HAS_HEAD_BIAS, HAS_SOFTCAP
         )[0]
         log_draft = tl.load(draft_log_sums + program)
+        tl.debug_barrier()  # all threads have read the label's logit; below one of them overwrites it
         tl.store(statistics + place, tl.where(used & (label >= 0), log_draft - of_label, 0.0))
         tl.store(matches + place, (used & (choice == target)).to(tl.uint8))
-        tl.debug_barrier()  # all threads have read the label's logit; below one of them overwrites it
         label = label.to(tl.int32)
         # Logarithms to base 2 from here on.
         log_draft = log_draft * LOG2E
@@ -199,7 +199,7 @@ if triton is not None:
         distance = tl.where(distance > 2.0, 2.0, distance)  # by rounding alone
         tl.store(statistics + count + place, tl.where(used, distance, 0.0))
         tl.store(statistics + 2 * count + place, tl.where(used, tl.sum(kl, 0) * LN2, 0.0))
-        tl.store(statistics + 3 * count + place, tl.where(used, tl.maximum(1.0 - 0.5 * distance, 0.0), 0.0))
+        tl.store(statistics + 3 * count + place, tl.where(used, 1.0 - 0.5 * distance, 0.0))
 
 
 def distil_rows_(

@@ -74,12 +74,14 @@ if triton is not None:
         label_logits,  # [n]
         labels,  # [n] columns
         factors,  # [n]
-        head,  # [V, size]
+        head,  # [V, size], its strides given
         gradient,  # [M, size]
         rows,  # [n] where a row's gradient goes, if LISTED; else they go from `first` on
         first,
         vocabulary,
         size,
+        head_row_stride,
+        head_column_stride,
         scale: tl.constexpr,
         softcap,
         HAS_SOFTCAP: tl.constexpr,
@@ -100,12 +102,12 @@ if triton is not None:
         of_label = share * of_others * scale
         if HAS_SOFTCAP:
             of_label = of_label * (1.0 - (z / softcap) * (z / softcap))
-        label_row = head + tl.where(counts, label, 0) * size
+        label_row = head + tl.where(counts, label, 0) * head_row_stride
         for start in range(0, size, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             inside = columns < size
             total = tl.load(sums + program * size + columns, mask=inside, other=0.0)
-            w = tl.load(label_row + columns, mask=inside, other=0.0).to(tl.float32)
+            w = tl.load(label_row + columns * head_column_stride, mask=inside, other=0.0).to(tl.float32)
             value = tl.where(counts, share * total - of_label * w, 0.0)
             tl.store(gradient + place * size + columns, value.to(gradient.dtype.element_ty), mask=inside)
 
@@ -148,13 +150,14 @@ def _kernel(
             running.sums,
             running.label_logits,
             labels,
-            weigh(cross_entropy),
+            weigh(cross_entropy).contiguous(),
             head.weight,
             gradient,
             rows if listed else None,
             rows.start if isinstance(rows, slice) else 0,
             vocabulary,
             hidden_size,
+            *head.weight.stride(),
             head.scale,
             head.softcap or 1.0,
             HAS_SOFTCAP=head.softcap is not None,
@@ -184,7 +187,7 @@ def linear_cross_entropy(
         rows: [n] int64, each row's place in `gradient`, or the slice of them.
         weigh: gives the weight [n] float32 of every row from the cross-entropies [n]; a row of weight 0 gets a gradient of 0. None
             computes no gradient.
-        gradient: [M, H], of which `rows` are written; None without `weigh`.
+        gradient: [M, H], contiguous, of which `rows` are written; None without `weigh`.
         implementation: "auto" takes the kernel on CUDA below float64.
 
     Returns:
@@ -199,4 +202,4 @@ def linear_cross_entropy(
             gradient[rows] = made.to(gradient.dtype)
         return cross_entropy, matches
     with torch.cuda.device_of(hidden):
-        return _kernel(hidden, head, labels, weigh, gradient, rows)
+        return _kernel(hidden, head, labels.contiguous(), weigh, gradient, rows)

@@ -75,33 +75,36 @@ if triton is not None:
         choice = start + tl.min(tl.where(z == peak, columns, size - 1), 0)
         reference = tl.maximum(peak, -1.0e30)  # finite, so that exp(-inf - reference) is 0 and never NaN
         before_sum = 0.0
+        before = reference
+        of_label_before = 0.0
         if not FIRST:
             before = tl.load(references + row)
-            reference = tl.where(peak > before + slack, peak, before)
-            shrink = exp2((before - reference) * LOG2E)
-            before_sum = tl.load(sums + row) * shrink
+            before_sum = tl.load(sums + row)
             largest = tl.load(peaks + row)
             choice = tl.where(peak > largest, choice, tl.load(choices + row))
             peak = tl.maximum(peak, largest)
-            if KEEP:  # noqa: SIM102  # known when compiling, the other is not
-                if reference > before:
-                    for first in range(0, summed_size, SUMMED_BLOCK):
-                        place = first + tl.arange(0, SUMMED_BLOCK)
-                        old = tl.load(summed + row * summed_size + place, mask=place < summed_size, other=0.0)
-                        tl.store(summed + row * summed_size + place, old * shrink, mask=place < summed_size)
+            if HAS_LABELS:
+                of_label_before = tl.load(label_logits + row)
+            reference = tl.where(peak > before + slack, peak, before)
+        tl.debug_barrier()  # all threads have read what below some of them overwrite
+        shrink = exp2((before - reference) * LOG2E)
+        if KEEP and not FIRST:  # noqa: SIM102  # known when compiling, the other is not
+            if reference > before:
+                for first in range(0, summed_size, SUMMED_BLOCK):
+                    place = first + tl.arange(0, SUMMED_BLOCK)
+                    old = tl.load(summed + row * summed_size + place, mask=place < summed_size, other=0.0)
+                    tl.store(summed + row * summed_size + place, old * shrink, mask=place < summed_size)
         exponential = exp2(z * LOG2E - reference * LOG2E)
         if HAS_LABELS:
             label = tl.load(labels + row) - start
             at_label = (columns == label) & inside
             of_label = tl.sum(tl.where(at_label, z, 0.0), 0)
             exponential = tl.where(at_label, 0.0, exponential)
-            if not FIRST:
-                of_label = tl.where((label >= 0) & (label < size), of_label, tl.load(label_logits + row))
-            tl.store(label_logits + row, of_label)
+            tl.store(label_logits + row, tl.where((label >= 0) & (label < size), of_label, of_label_before))
         if KEEP:
             store_gradient(tile, tile, columns, inside, exponential, capped, scale, softcap, False, HAS_SOFTCAP)
         tl.store(references + row, reference)
-        tl.store(sums + row, before_sum + tl.sum(exponential, 0))
+        tl.store(sums + row, before_sum * shrink + tl.sum(exponential, 0))
         tl.store(peaks + row, peak)
         tl.store(choices + row, choice)
 

@@ -34,6 +34,7 @@ from speculators.kernels.markov_sampling import MarkovChain, TableFactors, marko
 from speculators.kernels.rejection_sampling import Distributions, rejection_sampling
 from speculators.kernels.residual_norm import add_rms_norm, joined_norms, rms_norm
 from speculators.kernels.round_outcome import RowState, round_outcome
+from speculators.kernels.running_sums import RunningSums
 from speculators.kernels.skinny_linear import skinny_gated_linear, skinny_linear
 from speculators.kernels.visible_keys import VisibleKeys
 
@@ -125,6 +126,9 @@ def training() -> None:
         options: dict[str, Any]
         for kl, options in ((1.0, {}), (0.0, {}), (0.0, {"reweigh": lambda log_p, rows: ones})):
             distillation_loss(hidden, head, hidden, labels, ones, cross_entropy=0.1, l1=0.9 - 0.9 * kl, kl=kl, **options, **CHOICE)
+        running = RunningSums.of(2, labels, labels.device)
+        for start in (0, 8192):  # the second tile has fewer columns than a program has threads
+            running.add(torch.zeros(2, 16, dtype=torch.bfloat16), start, FrozenHead(head, None, 1.0, None), torch.zeros(2, 64))
         log_sums(torch.zeros(2, 151936, dtype=torch.bfloat16), FrozenHead(head, None, 1.0, None), chosen=torch.arange(32000), **CHOICE)
         for options in ({}, factors):  # with a Markov bias every chunk holds whole rows of logits
             distillation_loss(hidden, head, None, labels, ones, cross_entropy=1.0, l1=0.0, kl=0.0, **options, **CHOICE)

@@ -31,6 +31,15 @@ def test_training_attention_and_losses_fit_in_shared_memory() -> None:
     assert all(kernel["shared"] <= kernel["room"] for kernel in compiled)
 
 
+def test_threads_that_overwrite_what_others_read_wait_for_them() -> None:
+    """A tile narrower than a program, too, whose reductions need no barrier."""
+    overwriting = [kernel for kernel in compile_kernels("training") if kernel["kernel"] in {"_tile_kernel", "_distillation_kernel"}]
+    assert {kernel["kernel"] for kernel in overwriting} == {"_tile_kernel", "_distillation_kernel"}
+    for kernel in overwriting:
+        reading, barrier, _ = kernel["ptx"].partition("bar.sync")
+        assert barrier and "st.global" not in reading.replace("cvta.to.global", ""), kernel["kernel"]
+
+
 def test_the_rows_of_a_served_drafter_compile() -> None:
     compiled = compile_kernels("serving")
     assert [kernel["kernel"] for kernel in compiled] == ["_lay_out_kernel"] * 2

@@ -278,6 +278,41 @@ def test_no_tensor_of_all_rows_by_the_vocabulary_exists(implementation: str) -> 
         assert recorder.size == kinds[implementation] * chunk_rows * vocabulary * float_size
 
 
+STRIDED = {
+    "transposed": lambda x: x.T.contiguous().T if x.ndim == 2 else x,
+    "every second column": lambda x: x.repeat_interleave(2, dim=-1)[..., ::2],
+    "part of wider rows": lambda x: torch.cat([x, x], dim=-1)[..., : x.shape[-1]],
+}
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("with_teacher", [False, True])
+@pytest.mark.parametrize("variant", [{}, {"rank": 3}, {"reduced": True, "head_bias": True, "softcap": True}], ids=variant_name)
+@pytest.mark.parametrize("layout", STRIDED)
+def test_how_tensors_lie_in_memory_changes_nothing(layout: str, variant: dict[str, Any], with_teacher: bool, implementation: str) -> None:
+    """Views of any strides, of every tensor at once."""
+    problem = random_problem(rows=7, dtype=torch.float32, **variant)
+    if not with_teacher:
+        problem |= LABELS_ALONE
+    expected = loss_and_gradients(problem, implementation=implementation, chunk_rows=3)
+    strided = {name: STRIDED[layout](value) if isinstance(value, Tensor) else value for name, value in problem.items()}
+    names = [name for name in ("hidden", "bias_factors", "bias_head") if name in problem]
+    leaves = {name: strided[name].detach().requires_grad_() for name in names}
+    output = distillation_loss(**(strided | leaves), implementation=implementation, chunk_rows=3)  # type: ignore[arg-type]
+    torch.testing.assert_close(output.loss, expected[0].loss)
+    for ours, theirs in zip(torch.autograd.grad(output.loss, list(leaves.values())), expected[1], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_row_that_is_no_number_says_so_in_every_statistic(implementation: str) -> None:
+    problem = random_problem(rows=3, dtype=torch.float32)
+    problem["hidden"][1, 0] = float("nan")
+    output, (gradient,) = loss_and_gradients(problem, implementation=implementation)
+    for statistic in (output.cross_entropy, output.l1, output.kl, output.acceptance, gradient.sum(dim=1)):
+        assert statistic is not None and statistic.isnan().tolist() == [False, True, False]
+
+
 # -- rows that do not count --------------------------------------------------------------------------------------
 
 
