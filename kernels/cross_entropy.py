@@ -89,6 +89,7 @@ if triton is not None:
         log_sum, choice = row_log_sum(
             row, bias_row, head_bias, head_bias, size, scale, softcap, HAS_BIAS, HAS_HEAD_BIAS, HAS_SOFTCAP, False, LANES, COLUMNS
         )
+        tl.debug_barrier()  # all threads have read the row; below it is overwritten
         counts = known & (weight != 0)
         tl.store(cross_entropy + place, tl.where(counts, log_sum - of_label, 0.0))
         tl.store(matches + place, (counts & (choice == label)).to(tl.uint8))

@@ -132,7 +132,7 @@ class _Result:
 
     statistics: Tensor  # [4, M]: cross-entropy, L1, KL, acceptance; [1, M] without a teacher
     matches: Tensor  # [M] bool
-    gradients: list[Tensor]  # of hidden, bias_factors and bias_head, as far as these are there
+    gradients: list[Tensor]  # of hidden, bias_factors and bias_head, as far as these are there; empty without gradient
 
     @classmethod
     def empty(cls, task: _Task, inputs: list[Tensor]) -> "_Result":
@@ -149,7 +149,7 @@ class _Result:
 def _reference(task: _Task, inputs: list[Tensor], with_gradient: bool) -> _Result:
     """Plain PyTorch on any device, gradients by autograd. `inputs`: hidden, and bias_factors with bias_head."""
     terms = [(c, term) for term, c in enumerate((task.cross_entropy, task.l1, task.kl)) if c]
-    result = _Result.empty(task, inputs)
+    result = _Result.empty(task, inputs if with_gradient else [])
     for chunk in task.chunks:
         teacher_logits = teacher_choices = None
         if task.teacher_hidden is not None:
@@ -184,7 +184,7 @@ def _reference(task: _Task, inputs: list[Tensor], with_gradient: bool) -> _Resul
 
 def _kernel(task: _Task, inputs: list[Tensor], with_gradient: bool) -> _Result:
     """Matrix products in the head's dtype around the kernels, which turn a chunk's logits into their gradients."""
-    result = _Result.empty(task, inputs)
+    result = _Result.empty(task, inputs if with_gradient else [])
     if not task.chunks:
         return result
     head, draft_head = task.head, task.draft_head
@@ -298,7 +298,7 @@ def _sweep(task: _Task, chunk: Chunk, hidden: Tensor, result: _Result, with_grad
         implementation="triton",
     )
     if not with_gradient:
-        weigh(cross_entropy)
+        weigh(cross_entropy)  # for the weights that it keeps
     used = task.weights[chunk.rows] != 0
     result.statistics[0, chunk.rows] = torch.where(used, cross_entropy, 0.0)
     result.matches[chunk.rows] = matches & used
@@ -339,9 +339,10 @@ class _DistillationLoss(torch.autograd.Function):
     def forward(ctx: Any, task: _Task, use_kernel: bool, with_gradient: bool, *inputs: Tensor) -> tuple[Tensor, ...]:
         with torch.autocast(inputs[0].device.type, enabled=False):
             result = (_kernel if use_kernel else _reference)(task, [x.detach() for x in inputs], with_gradient)
-        terms = [c * values for c, values in zip((task.cross_entropy, task.l1, task.kl), result.statistics, strict=False)]
-        loss = (task.weights * torch.stack(terms).sum(dim=0)).sum()
-        ctx.save_for_backward(*(gradient.to(x.dtype) for gradient, x in zip(result.gradients, inputs, strict=True)))
+        terms = [c * values for c, values in zip((task.cross_entropy, task.l1, task.kl), result.statistics, strict=False) if c]
+        loss = (task.weights * sum(terms, torch.zeros_like(task.weights))).sum()
+        if with_gradient:
+            ctx.save_for_backward(*(gradient.to(x.dtype) for gradient, x in zip(result.gradients, inputs, strict=True)))
         ctx.mark_non_differentiable(result.statistics, result.matches)
         return loss, result.statistics, result.matches
 
@@ -439,13 +440,15 @@ def distillation_loss(
         None if teacher_hidden is None else teacher_hidden.detach().to(dtype),
         labels,
         None if labels is None else label_columns(labels, len(head), draft_rows),
-        None if draft_rows is None else label_columns(torch.arange(len(head), device=head.device), len(head), draft_rows),
+        None
+        if draft_rows is None or labels is not None
+        else label_columns(torch.arange(len(head), device=head.device), len(head), draft_rows),
         weights.contiguous() if reweigh is None else weights.clone(),
         reweigh,
         float(cross_entropy),
         float(l1),
         float(kl),
-        row_chunks(weights != 0, teacher_rows, chunk_rows=chunk_rows, block_rows=block_rows),
+        row_chunks(weights != 0, None if teacher_hidden is None else teacher_rows, chunk_rows=chunk_rows, block_rows=block_rows),
     )
     inputs = [hidden.to(dtype)]
     if bias_factors is not None and bias_head is not None:

@@ -68,7 +68,8 @@ def row_losses(log_p: Tensor, teacher_logits: Tensor | None, columns: Tensor, kn
         unreachable = q.index_fill(1, draft_rows, 0.0).sum(dim=1)
         q, log_q = q[:, draft_rows], F.log_softmax(teacher_logits[:, draft_rows], dim=1)
     l1 = (p - q).abs().sum(dim=1) + unreachable
-    kl = (log_q.exp() * (log_q - log_p)).sum(dim=1)
+    q_reached = log_q.exp()
+    kl = (q_reached * torch.where(q_reached > 0, log_q - log_p, 0.0)).sum(dim=1)  # a masked token has neither
     return torch.stack([cross_entropy, l1, kl, torch.minimum(p, q).sum(dim=1)])
 
 
@@ -182,7 +183,7 @@ if triton is not None:
                 sign = tl.minimum(tl.maximum(difference * 3.0e38, -1.0), 1.0)  # in three instructions
                 if number == 0:
                     l1 += tl.abs(difference)
-                    kl += q_reached * tl.where(inside, log_q - log_p, 0.0)
+                    kl += q_reached * tl.where(q_reached > 0, log_q - log_p, 0.0)
                     signed += p * sign
                 if WITH_GRADIENT and number == PASSES - 1:
                     gradient = draft_weight * p - teacher_weight * q_reached
@@ -243,6 +244,7 @@ def distil_rows_(
         with_gradient: whether there is one.
     """
     listed = not isinstance(rows, slice)
+    block = min(4096, triton.next_power_of_2(draft.shape[1]))
     _distillation_kernel[(len(draft),)](
         draft,
         draft if bias is None else bias,
@@ -279,6 +281,6 @@ def distil_rows_(
         HAS_L1=l1 != 0,
         WITH_GRADIENT=with_gradient,
         LISTED=listed,
-        BLOCK=min(4096, triton.next_power_of_2(draft.shape[1])),
-        num_warps=16,
+        BLOCK=block,
+        num_warps=max(1, min(16, block // 32)),  # a thread at most a column: two of one would race for it
     )

@@ -107,7 +107,7 @@ if triton is not None:
             columns = start + tl.arange(0, BLOCK)
             inside = columns < size
             total = tl.load(sums + program * size + columns, mask=inside, other=0.0)
-            w = tl.load(label_row + columns * head_column_stride, mask=inside, other=0.0).to(tl.float32)
+            w = tl.load(label_row + columns.to(tl.int64) * head_column_stride, mask=inside, other=0.0).to(tl.float32)
             value = tl.where(counts, share * total - of_label * w, 0.0)
             tl.store(gradient + place * size + columns, value.to(gradient.dtype.element_ty), mask=inside)
 

@@ -39,6 +39,9 @@ def _reference(product: Tensor, head: FrozenHead, bias: Tensor | None, chosen: T
 if triton is not None:
     LOG2E = tl.constexpr(1.4426950408889634)  # exp(x - r) = exp2(x * LOG2E - r * LOG2E): one multiply-add and one exponential
     LN2 = tl.constexpr(0.6931471805599453)
+    # What a peak is at least. Fused, `z * LOG2E - peak * LOG2E` leaves the rounding of the second product where z is the peak: at most
+    # 2^-4 from here, but 440 for a mask of -1e10, whose exponential would be infinite. Logits below it count as none.
+    FLOOR = tl.constexpr(-1.0e6)
     _PTX = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1" and torch.version.hip is None)
 
     @triton.jit
@@ -104,7 +107,7 @@ if triton is not None:
         wait. It takes COLUMNS neighbours at a time, so that one exponential rescales for all of them, and remembers the step of
         its largest logit; which of the neighbours that is, it looks up once.
         """
-        largest = tl.full((LANES,), -1.0e30, tl.float32)  # finite, so that exp(-inf - largest) is 0 and never NaN
+        largest = tl.full((LANES,), FLOOR, tl.float32)  # finite, so that exp(-inf - largest) is 0 and never NaN
         total = tl.zeros((LANES,), tl.float32)
         found = tl.zeros((LANES,), tl.int32)
         neighbours = tl.arange(0, LANES)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -116,7 +119,6 @@ if triton is not None:
             found = tl.where(peak > largest, start, found)
             peak = tl.maximum(peak, largest)
             reference = peak * LOG2E
-            # Not `largest * LOG2E - reference`: of a lane without any column that is what rounding leaves of 1e30, which can be 1e22.
             total = total * exp2((largest - peak) * LOG2E) + tl.sum(exp2(z * LOG2E - reference[:, None]), 1)
             largest = peak
         index = found[:, None] + neighbours

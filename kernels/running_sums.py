@@ -21,7 +21,7 @@ try:
     import triton
     import triton.language as tl
 
-    from speculators.kernels.log_sums import LOG2E, exp2, load_logits, store_gradient
+    from speculators.kernels.log_sums import FLOOR, LOG2E, exp2, load_logits, store_gradient
 except ImportError:  # no build for this platform: the reference serves it
     triton = None
 
@@ -73,7 +73,7 @@ if triton is not None:
         z, capped = load_logits(tile, tile, tile_head_bias, columns, inside, scale, softcap, False, HAS_HEAD_BIAS, HAS_SOFTCAP)
         peak = tl.max(z, 0)
         choice = start + tl.min(tl.where(z == peak, columns, size - 1), 0)
-        reference = tl.maximum(peak, -1.0e30)  # finite, so that exp(-inf - reference) is 0 and never NaN
+        reference = tl.maximum(peak, FLOOR)  # finite, so that exp(-inf - reference) is 0 and never NaN
         before_sum = 0.0
         before = reference
         of_label_before = 0.0
@@ -190,7 +190,7 @@ class RunningSums:
         z = head.finish(tile, columns).float()
         peak, choice = z.max(dim=1).values, start + z.argmax(dim=1)
         if start == 0:
-            self.references.copy_(peak.clamp(min=-1e30))
+            self.references.copy_(peak.clamp(min=-1e6))
             self.sums.zero_()
             self.label_logits.zero_()
             self.peaks.fill_(float("-inf"))

@@ -43,6 +43,17 @@ def test_of_equal_logits_the_sum_is_the_log_of_their_number_and_the_first_is_cho
     assert choices.tolist() == [0, 600]
 
 
+@pytest.mark.parametrize("mask", [float("-inf"), -1e10, -1e20, -1e30])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_masked_columns_add_nothing_to_a_sum(implementation: Any, mask: float) -> None:
+    """Whole lanes of them, from the first on."""
+    product = rows_of(2, 9000)
+    product[:, :8300] = mask
+    sums, choices = log_sums(product, head_of(9000), implementation=implementation)
+    torch.testing.assert_close(sums, product[:, 8300:].logsumexp(dim=1), rtol=1e-6, atol=1e-5)
+    assert torch.equal(choices, product.argmax(dim=1))
+
+
 @pytest.mark.parametrize("size", [1, 5, 63, 4097])
 @pytest.mark.parametrize("kind", HEADS)
 def test_the_sums_of_the_kernel_equal_the_definition(size: int, kind: str) -> None:

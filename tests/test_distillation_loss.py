@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from speculators.algorithms.objective import dpace_weights
+from speculators.kernels import linear_cross_entropy
 from speculators.kernels import row_chunks as chunking
 from speculators.kernels.distillation_loss import DistillationOutput, distillation_loss
 from speculators.kernels.frozen_head import FrozenHead
@@ -293,7 +294,7 @@ def test_how_tensors_lie_in_memory_changes_nothing(layout: str, variant: dict[st
     """Views of any strides, of every tensor at once."""
     problem = random_problem(rows=7, dtype=torch.float32, **variant)
     if not with_teacher:
-        problem |= LABELS_ALONE
+        problem |= {**LABELS_ALONE, "teacher_hidden": None}
     expected = loss_and_gradients(problem, implementation=implementation, chunk_rows=3)
     strided = {name: STRIDED[layout](value) if isinstance(value, Tensor) else value for name, value in problem.items()}
     names = [name for name in ("hidden", "bias_factors", "bias_head") if name in problem]
@@ -302,6 +303,30 @@ def test_how_tensors_lie_in_memory_changes_nothing(layout: str, variant: dict[st
     torch.testing.assert_close(output.loss, expected[0].loss)
     for ours, theirs in zip(torch.autograd.grad(output.loss, list(leaves.values())), expected[1], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("kl", [0.0, 0.5])
+def test_a_token_that_the_heads_bias_masks_takes_no_part(kl: float, implementation: str) -> None:
+    problem = random_problem(rows=5, dtype=torch.float32, head_bias=True) | {"kl": kl}
+    problem["head_bias"][20] = float("-inf")
+    problem["labels"] = torch.where(problem["labels"] == 20, 21, problem["labels"])
+    kept = torch.arange(37, device=DEVICE) != 20
+    without = problem | {"head": problem["head"][kept], "head_bias": problem["head_bias"][kept]}
+    without["labels"] = problem["labels"] - (problem["labels"] > 20).long()
+    output, (gradient,) = loss_and_gradients(problem, implementation=implementation)
+    expected, (exact,) = loss_and_gradients(without, implementation=implementation)
+    torch.testing.assert_close(output.loss, expected.loss)
+    torch.testing.assert_close(output.kl, expected.kl, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(gradient, exact, rtol=1e-4, atol=1e-5)
+
+
+def test_the_sweep_of_cross_entropy_alone_holds_a_tile_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_cross_entropy, "TILE", 64)
+    problem = random_problem(rows=40, vocabulary=600, hidden=4, dtype=torch.float32) | LABELS_ALONE | {"teacher_hidden": None}
+    with LargestTensor() as recorder:
+        loss_and_gradients(problem, chunk_rows=16, implementation="triton")
+    assert recorder.size <= max(16 * 64, 600 * 4) * 4
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -499,7 +524,11 @@ def test_cross_entropy_against_labels_alone_is_the_same_without_a_teacher(
 
 @pytest.mark.parametrize(("implementation", "dtype", "tolerance"), PRECISIONS, ids=IMPLEMENTATIONS)
 @pytest.mark.parametrize("captured", [False, True])
-@pytest.mark.parametrize("variant", [{"rank": 2}, {"reduced": True, "softcap": True, "head_bias": True, "rank": 2}], ids=variant_name)
+@pytest.mark.parametrize(
+    "variant",
+    [{}, {"reduced": True, "softcap": True}, {"rank": 2}, {"reduced": True, "softcap": True, "head_bias": True, "rank": 2}],
+    ids=variant_name,
+)
 def test_dpace_goes_without_a_teacher_and_rows_without_weight_may_hold_anything(
     variant: dict[str, Any], captured: bool, implementation: Any, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -515,7 +544,7 @@ def test_dpace_goes_without_a_teacher_and_rows_without_weight_may_hold_anything(
     options = {"reweigh": reweigh, "block_rows": 4, "chunk_rows": 5, "implementation": implementation}
     asked, _ = loss_and_gradients(problem, **options)
     definition, exact = dense_definition(problem | {"weights": asked.weights})
-    for name in ("hidden", "bias_factors"):
+    for name in {"hidden", "bias_factors"} & problem.keys():
         problem[name][~mask] = math.nan
     problem["labels"][~mask] = -100
     if captured:

@@ -142,6 +142,27 @@ def test_a_nearly_certain_label_keeps_the_digits_of_its_gradient(tile: int) -> N
     torch.testing.assert_close(target.double(), gradient, rtol=1e-5, atol=0)
 
 
+def test_half_precision_holds_what_exceeds_the_first_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits that rise by 30: their exponentials over the first tile's would be infinite in float16, whose largest number is exp(11)."""
+    monkeypatch.setattr(module, "TILE", 8)
+    hidden, head = torch.linspace(0, 30, 37)[None].to(DEVICE, torch.float16), torch.eye(37, device=DEVICE, dtype=torch.float16)
+    labels, target = torch.tensor([36], device=DEVICE), torch.empty(1, 37, device=DEVICE, dtype=torch.float16)
+    ones = torch.ones(1, device=DEVICE)
+    linear_cross_entropy(
+        hidden, FrozenHead(head, None, 1.0, None), labels, slice(0, 1), weigh=constant(ones), gradient=target, implementation="triton"
+    )
+    gradient = exact(hidden, FrozenHead(head, None, 1.0, None), labels, ones)[2]
+    torch.testing.assert_close(target.double(), gradient, rtol=4e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_states_wider_than_a_step_of_the_kernel(implementation: Any, tile: int) -> None:
+    head, hidden = random_head(37, 2100, torch.float32), random_rows(2, 2100, torch.float32) / 8
+    labels, weights, target = torch.tensor([3, 30], device=DEVICE), torch.ones(2, device=DEVICE), torch.empty(2, 2100, device=DEVICE)
+    linear_cross_entropy(hidden, head, labels, slice(0, 2), weigh=constant(weights), gradient=target, implementation=implementation)
+    torch.testing.assert_close(target.double(), exact(hidden, head, labels, weights)[2], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bits_cost_the_gradient_what_rounding_costs(dtype: torch.dtype, tile: int) -> None:
     """Beside the exact values of the same rounded inputs: half a unit in the last place of every logit and exponential."""
@@ -169,13 +190,14 @@ def test_what_is_not_finite_shows_in_its_own_row_alone(tile: int) -> None:
     assert target.isfinite().all(dim=1).tolist() == [True, False, True]
 
 
-def test_columns_of_minus_infinity_are_never_proposed(tile: int) -> None:
-    """A head's bias of -inf masks ids: a whole first tile of them, and single ones."""
+@pytest.mark.parametrize("mask", [float("-inf"), -1e10, -1e20, -1e30])
+def test_masked_columns_are_never_proposed(mask: float, tile: int) -> None:
+    """A head's bias masks ids: a whole first tile of them, and single ones."""
     bias = torch.zeros(37, device=DEVICE)
-    bias[:9] = bias[20] = float("-inf")
+    bias[:9] = bias[20] = mask
     weight = random_head(37, 10, torch.float32).weight
     head, hidden = FrozenHead(weight, bias, 1.0, None), random_rows(3, 10, torch.float32)
-    kept = bias.isfinite().nonzero()[:, 0]
+    kept = (bias == 0).nonzero()[:, 0]
     labels, weights = torch.tensor([9, 21, 36], device=DEVICE), torch.ones(3, device=DEVICE)
     target = torch.empty(3, 10, device=DEVICE)
     values, _ = linear_cross_entropy(hidden, head, labels, slice(0, 3), weigh=constant(weights), gradient=target, implementation="triton")
