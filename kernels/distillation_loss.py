@@ -433,16 +433,19 @@ def distillation_loss(
     if chunk_rows is None and teacher_hidden is None and bias_factors is None and use_kernel:
         chunk_rows = sweep_rows(draft_head)
     chunk_rows = chunk_rows or frozen.default_chunk_rows(len(draft_head.weight), 0 if teacher_hidden is None else len(head))
+    columns = columns_of_ids = None
+    if labels is not None:
+        columns = label_columns(labels, len(head), draft_rows)
+    elif draft_rows is not None:
+        columns_of_ids = label_columns(torch.arange(len(head), device=head.device), len(head), draft_rows)
     task = _Task(
         frozen,
         draft_head,
         draft_rows,
         None if teacher_hidden is None else teacher_hidden.detach().to(dtype),
         labels,
-        None if labels is None else label_columns(labels, len(head), draft_rows),
-        None
-        if draft_rows is None or labels is not None
-        else label_columns(torch.arange(len(head), device=head.device), len(head), draft_rows),
+        columns,
+        columns_of_ids,
         weights.contiguous() if reweigh is None else weights.clone(),
         reweigh,
         float(cross_entropy),

@@ -24,6 +24,9 @@ except ImportError:  # no build for this platform: the reference serves it
 __all__ = ["log_sums"]
 
 _WARPS = 32  # of 8, 16 and 32, with and without loads ahead of their step, the fastest on an H200
+# What a peak is at least. Fused, `z * LOG2E - peak * LOG2E` leaves the rounding of the second product where z is the peak: at most
+# 2^-4 from here, but 440 for a mask of -1e10, whose exponential would be infinite. Logits below it count as none.
+LOWEST_PEAK = -1.0e6
 _COLUMNS = 8  # neighbouring columns of a thread: 16 bytes of 16-bit logits
 
 
@@ -39,9 +42,7 @@ def _reference(product: Tensor, head: FrozenHead, bias: Tensor | None, chosen: T
 if triton is not None:
     LOG2E = tl.constexpr(1.4426950408889634)  # exp(x - r) = exp2(x * LOG2E - r * LOG2E): one multiply-add and one exponential
     LN2 = tl.constexpr(0.6931471805599453)
-    # What a peak is at least. Fused, `z * LOG2E - peak * LOG2E` leaves the rounding of the second product where z is the peak: at most
-    # 2^-4 from here, but 440 for a mask of -1e10, whose exponential would be infinite. Logits below it count as none.
-    FLOOR = tl.constexpr(-1.0e6)
+    FLOOR = tl.constexpr(LOWEST_PEAK)
     _PTX = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1" and torch.version.hip is None)
 
     @triton.jit

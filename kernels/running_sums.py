@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from speculators.kernels.frozen_head import FrozenHead
-from speculators.kernels.log_sums import head_flags
+from speculators.kernels.log_sums import LOWEST_PEAK, head_flags
 
 try:
     import triton
@@ -190,7 +190,7 @@ class RunningSums:
         z = head.finish(tile, columns).float()
         peak, choice = z.max(dim=1).values, start + z.argmax(dim=1)
         if start == 0:
-            self.references.copy_(peak.clamp(min=-1e6))
+            self.references.copy_(peak.clamp(min=LOWEST_PEAK))
             self.sums.zero_()
             self.label_logits.zero_()
             self.peaks.fill_(float("-inf"))
